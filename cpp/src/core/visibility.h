@@ -33,7 +33,8 @@ struct Visibility {
   // Keys that row i sees.
   FLASHATTN_INLINE Interval keys_of_row(std::int64_t i) const {
     const std::int64_t at = i + shift;
-    const std::int64_t begin = at - left > 0 ? at - left : 0;
+    std::int64_t begin = at - left > 0 ? at - left : 0;
+    if (begin > key_limit) begin = key_limit;  // a window wholly past the last key
     const std::int64_t end = at + right + 1 < key_limit ? at + right + 1 : key_limit;
     return {begin, end > begin ? end : begin};
   }
@@ -53,6 +54,7 @@ struct Visibility {
     std::int64_t begin = key_begin - right - shift;
     std::int64_t end = key_end - 1 + left - shift + 1;
     if (begin < 0) begin = 0;
+    if (begin > seqlen_q) begin = seqlen_q;
     if (end > seqlen_q) end = seqlen_q;
     return {begin, end > begin ? end : begin};
   }
