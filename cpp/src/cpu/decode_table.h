@@ -1,0 +1,81 @@
+// Decode: attention of a few query rows over many keys, bound by how fast keys and values can be
+// read. This is the table that one instruction set exports (decode.h implements it) and the structs
+// that decode_schedule fills. Keys are cut into chunks at multiples of kDecodeChunkKeys, counted
+// from key 0, so what a chunk computes depends on nothing but the row and its keys: not on threads,
+// batch mates or seqlen_k.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/job.h"
+
+namespace flashattn::cpu {
+
+inline constexpr std::int64_t kDecodeChunkKeys = 512;
+inline constexpr std::int64_t kDecodeBlockKeys = 64;  // keys per step of the online softmax
+// Rows of float32 scratch are padded to this many elements, the widest vector there is.
+inline constexpr std::int64_t kDecodePad = 16;
+
+FLASHATTN_INLINE std::int64_t decode_padded(std::int64_t dim) {
+  return (dim + kDecodePad - 1) / kDecodePad * kDecodePad;
+}
+
+// The partial result of some query rows over one chunk. A row is (kv head, query head in its group,
+// query row), row = (kv_head * heads_per_kv + head_in_group) * seqlen_q + i, for all kv heads of
+// the batch entry.
+struct DecodePartial {
+  float* acc =
+      nullptr;  // [rows][decode_padded(value_dim)]: sum over keys of 2^(score - max) * value
+  float* max_log2 =
+      nullptr;  // [rows]: the largest score, in units of log 2; -inf when no key is visible
+  float* sum = nullptr;  // [rows]: sum over keys of 2^(score - max)
+};
+
+struct DecodeChunk {
+  const AttentionJob* job = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t key_begin = 0;  // within one chunk
+  std::int64_t key_end = 0;
+  std::int64_t kv_head_begin = 0;
+  std::int64_t kv_head_end = 0;
+  DecodePartial partial;
+  float* scratch = nullptr;  // decode_scratch_floats(job)
+};
+
+struct DecodeMerge {
+  const AttentionJob* job = nullptr;
+  std::int64_t batch = 0;
+  std::int64_t head = 0;  // query head; all its rows are merged
+  const float* partials =
+      nullptr;  // chunk c's DecodePartial arrays start at c * decode_partial_floats(job)
+  std::int64_t chunks = 0;   // 0: the rows see no key
+  float* scratch = nullptr;  // decode_padded(value_dim) floats
+};
+
+FLASHATTN_INLINE std::int64_t decode_rows(const AttentionJob& job) {
+  return job.query_heads * job.seqlen_q;
+}
+
+FLASHATTN_INLINE std::int64_t decode_partial_floats(const AttentionJob& job) {
+  return decode_rows(job) * (decode_padded(job.value_dim) + 2);
+}
+
+// One partial's arrays in memory: acc, then max_log2, then sum.
+FLASHATTN_INLINE DecodePartial decode_partial_at(const AttentionJob& job, float* base) {
+  float* max_log2 = base + decode_rows(job) * decode_padded(job.value_dim);
+  return {.acc = base, .max_log2 = max_log2, .sum = max_log2 + decode_rows(job)};
+}
+
+// Query rows of one kv head as float32, and a block of key or value rows for the strided path.
+FLASHATTN_INLINE std::int64_t decode_scratch_floats(const AttentionJob& job) {
+  const std::int64_t dim = job.head_dim > job.value_dim ? job.head_dim : job.value_dim;
+  return (job.heads_per_kv * job.seqlen_q + kDecodeBlockKeys) * decode_padded(dim);
+}
+
+struct DecodeKernels {
+  void (*chunk)(const DecodeChunk& task) = nullptr;
+  void (*merge)(const DecodeMerge& task) = nullptr;
+};
+
+}  // namespace flashattn::cpu
