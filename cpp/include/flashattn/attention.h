@@ -3,10 +3,10 @@
 //   flashattn::forward({.inputs = {.query = q, .key = k, .value = v}, .out = o, .lse = l},
 //                      {.causal = flashattn::Causal::kBottomRight});
 //
-// Shapes: query (batch, seqlen_q, query_heads, head_dim), key (batch, seqlen_k, kv_heads, head_dim),
-// value (batch, seqlen_k, kv_heads, value_dim), out (batch, seqlen_q, query_heads, value_dim),
-// lse (batch, query_heads, seqlen_q) float32. Another layout is the same view with permuted strides.
-// Outputs are overwritten. The rules every backend keeps are in docs/math.md.
+// Shapes: query (batch, seqlen_q, query_heads, head_dim), key (batch, seqlen_k, kv_heads,
+// head_dim), value (batch, seqlen_k, kv_heads, value_dim), out (batch, seqlen_q, query_heads,
+// value_dim), lse (batch, query_heads, seqlen_q) float32. Another layout is the same view with
+// permuted strides. Outputs are overwritten. The rules every backend keeps are in docs/math.md.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,7 @@ struct AttentionInputs {
   TensorView query;
   TensorView key;
   TensorView value;
-  TensorView mask;          // bool or floating, broadcastable to (batch, query_heads, seqlen_q, seqlen_k)
+  TensorView mask;  // bool or floating, broadcastable to (batch, query_heads, seqlen_q, seqlen_k)
   TensorView alibi_slopes;  // float32 (query_heads) or (batch, query_heads)
   TensorView sinks;         // float32 (query_heads): one extra logit per head
   TensorView q_offsets;     // int32 or int64 (batch): AttentionOptions::q_offset per batch entry

@@ -1,4 +1,5 @@
-// Backends: who can compute a problem, in which order they are asked, and what they say when they cannot.
+// Backends: who can compute a problem, in which order they are asked, and what they say when they
+// cannot.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +44,8 @@ class Backend {
 // Every backend of this build, in the order in which they are asked: metal, cpu.
 const std::vector<Backend*>& backends();
 
-// The backend that `name`, else FLASHATTN_BACKEND, asks for, else the first that supports the problem.
-// Throws InvalidArgument for an unknown name, and Unsupported with each backend's reason.
+// The backend that `name`, else FLASHATTN_BACKEND, asks for, else the first that supports the
+// problem. Throws InvalidArgument for an unknown name, and Unsupported with each backend's reason.
 Backend& choose_backend(const AttentionProblem& problem, const std::string& name);
 
 }  // namespace flashattn

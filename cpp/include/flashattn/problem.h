@@ -1,5 +1,6 @@
-// AttentionProblem: what was asked, validated, without pointers. Backend choice, tuning, pipeline keys,
-// log lines and test ids are functions of it. Only make_problem validates; after it code asserts.
+// AttentionProblem: what was asked, validated, without pointers. Backend choice, tuning, pipeline
+// keys, log lines and test ids are functions of it. Only make_problem validates; after it code
+// asserts.
 #pragma once
 
 #include <array>
@@ -48,13 +49,14 @@ struct AttentionProblem {
   std::int64_t heads_per_kv() const { return kv_heads == 0 ? 0 : query_heads / kv_heads; }
 };
 
-// Validates shapes, dtypes, devices and options in one place, and names the argument, what it got and
-// what it expected. Throws InvalidArgument or InvalidType.
+// Validates shapes, dtypes, devices and options in one place, and names the argument, what it got
+// and what it expected. Throws InvalidArgument or InvalidType.
 AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOptions& options);
 AttentionProblem make_problem(const BackwardTensors& tensors, const AttentionOptions& options);
 
 // One line for logs and error messages, e.g.
-// "backward float32 B=1 H=8/2 T=512x512 D=64/64 causal=bottom_right".
+// "backward float32 B=1 H=8/2 T=512 D=64 causal=bottom_right"; two sizes that agree are written
+// once.
 std::string to_string(const AttentionProblem& problem);
 
 }  // namespace flashattn

@@ -1,5 +1,6 @@
 // TensorView: a non-owning strided view of up to four axes, the only array type of the library.
-// It relies on nothing but the standard library and owns nothing: the caller keeps the memory alive.
+// It relies on nothing but the standard library and owns nothing: the caller keeps the memory
+// alive.
 #pragma once
 
 #include <array>
@@ -59,7 +60,8 @@ struct TensorView {
   DType dtype = DType::kFloat32;
   int rank = 0;
   std::array<std::int64_t, 4> shape{};
-  // In elements; zero and negative strides are allowed, and a stride on an axis of size 1 means nothing.
+  // In elements; zero and negative strides are allowed, and a stride on an axis of size 1 means
+  // nothing.
   std::array<std::int64_t, 4> stride{};
   DeviceKind device = DeviceKind::kCpu;
   // Metal: the MTLBuffer that holds the tensor, whose first element lies byte_offset bytes in.

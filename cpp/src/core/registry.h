@@ -1,5 +1,6 @@
-// The choice of a backend out of a list: what choose_backend does once it knows the list and the name.
-// Kept apart from the list itself so that the rule can be tested with backends made up for the test.
+// The choice of a backend out of a list: what choose_backend does once it knows the list and the
+// name. Kept apart from the list itself so that the rule can be tested with backends made up for
+// the test.
 #pragma once
 
 #include <string>
@@ -9,9 +10,9 @@
 
 namespace flashattn {
 
-// The backend called `name`, or with an empty name the first of `candidates` that is chosen by default,
-// available and supports the problem. Throws InvalidArgument for an unknown name, and Unsupported with
-// each asked backend's reason.
+// The backend called `name`, or with an empty name the first of `candidates` that is chosen by
+// default, available and supports the problem. Throws InvalidArgument for an unknown name, and
+// Unsupported with each asked backend's reason.
 Backend& choose_from(const std::vector<Backend*>& candidates, const AttentionProblem& problem,
                      const std::string& name);
 

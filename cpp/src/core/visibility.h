@@ -1,8 +1,10 @@
 // Visibility: which keys a query row may see, and what that makes of a tile of scores.
-// Causal masks, windows, key lengths and position offsets all reduce to one half-open key interval per row,
+// Causal masks, windows, key lengths and position offsets all reduce to one half-open key interval
+// per row,
 //   keys(i) = [max(0, i + shift - left), min(key_limit, i + shift + right + 1)),
-// whose ends rise with i. Everything here is a function of those four numbers, so it is written once and
-// shared by every backend. Boolean and additive masks are not intervals and are not handled here.
+// whose ends rise with i. Everything here is a function of those four numbers, so it is written
+// once and shared by every backend. Boolean and additive masks are not intervals and are not
+// handled here.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +21,8 @@ struct Interval {
 
 enum class TileVisibility : std::uint8_t { kNone, kMixed, kAll };
 
-// One batch entry's rule. A plain aggregate: kernels of every instruction set read it, so the functions are
-// force-inlined and leave no symbol behind.
+// One batch entry's rule. A plain aggregate: kernels of every instruction set read it, so the
+// functions are force-inlined and leave no symbol behind.
 #define FLASHATTN_INLINE inline __attribute__((always_inline))
 
 struct Visibility {
@@ -66,7 +68,8 @@ struct Visibility {
     if (any.begin >= key_end || any.end <= key_begin || any.begin >= any.end) {
       return TileVisibility::kNone;
     }
-    // The ends rise with the row, so what every row sees lies between the last begin and the first end.
+    // The ends rise with the row, so what every row sees lies between the last begin and the first
+    // end.
     const std::int64_t begin = keys_of_row(row_end - 1).begin;
     const std::int64_t end = keys_of_row(row_begin).end;
     return begin <= key_begin && key_end <= end ? TileVisibility::kAll : TileVisibility::kMixed;

@@ -1,0 +1,59 @@
+// The sentences of validation: one function per kind of complaint, so that every message names the
+// function, the argument, what it got and what it expected. What is required of which argument is
+// problem.cpp's.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "flashattn/tensor.h"
+
+namespace flashattn {
+
+// An argument as messages call it.
+struct NamedView {
+  const char* name;  // "key"
+  const TensorView& view;
+};
+
+class Checks {
+ public:
+  // `function` opens every message: "attention".
+  explicit Checks(const char* function) : function_(function) {}
+
+  // "attention: NAME (GOT) must EXPECTED".
+  [[noreturn]] void fail_value(const std::string& name, const std::string& got,
+                               const std::string& expected) const;
+  [[noreturn]] void fail_type(const std::string& name, const std::string& got,
+                              const std::string& expected) const;
+
+  // "attention: key.head_dim (64) must equal query.head_dim (128)".
+  void equal(const std::string& name, std::int64_t got, const std::string& expected_name,
+             std::int64_t expected) const;
+  void between(const std::string& name, std::int64_t got, std::int64_t low,
+               std::int64_t high) const;
+
+  void rank(const NamedView& arg, int expected) const;
+  void dtype_equal(const NamedView& arg, const std::string& expected_name, DType expected) const;
+  // The first `sizes.size()` axes; the rank too.
+  void shape(const NamedView& arg, const std::array<std::int64_t, 4>& expected, int rank) const;
+
+  // Sizes are not negative, memory is there and aligned to its items, and lies on `device`.
+  void memory(const NamedView& arg, DeviceKind device) const;
+  // Additionally: no two indices share an element, so that writing has one meaning.
+  void writable(const NamedView& arg, DeviceKind device) const;
+  // Neither starts where the other does: catches an output passed for an input.
+  void distinct(const NamedView& output, const NamedView& other) const;
+
+ private:
+  const char* function_;
+};
+
+// "(2, 128, 8, 64)".
+std::string shape_text(const TensorView& view);
+std::string shape_text(const std::array<std::int64_t, 4>& shape, int rank);
+
+bool is_empty(const TensorView& view);
+
+}  // namespace flashattn

@@ -1,0 +1,346 @@
+// make_problem: every rule about what a call may be, in one place. Shapes first, then options, then
+// the optional arrays. After it the rest of the library asserts and never re-checks.
+#include "flashattn/problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <string>
+
+#include "core/checks.h"
+#include "core/make_visibility.h"
+#include "flashattn/error.h"
+
+namespace flashattn {
+
+namespace {
+
+constexpr std::int64_t kMaxHeadDim = 512;
+// Positions stay this far from kUnlimited so that no sum of a few of them can overflow.
+constexpr std::int64_t kMaxOffset = std::int64_t{1} << 59;
+
+std::string number_text(double value) {
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value)) return value < 0 ? "-inf" : "inf";
+  std::string text = std::to_string(value);
+  text.erase(text.find_last_not_of('0') + 1);
+  if (text.back() == '.') text.pop_back();
+  return text;
+}
+
+bool is_floating(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat64;
+}
+
+// Query, key and value: kinds, sizes that must agree, and the sizes of the problem.
+void read_shapes(const Checks& check, const AttentionInputs& in, AttentionProblem& problem) {
+  const NamedView query{"query", in.query};
+  const NamedView key{"key", in.key};
+  const NamedView value{"value", in.value};
+  for (const NamedView& arg : {query, key, value}) check.rank(arg, 4);
+
+  problem.dtype = in.query.dtype;
+  if (problem.dtype == DType::kFloat64 || !is_floating(problem.dtype)) {
+    check.fail_type("query.dtype", std::string(dtype_name(problem.dtype)),
+                    "be float32, float16 or bfloat16");
+  }
+  check.dtype_equal(key, "query.dtype", problem.dtype);
+  check.dtype_equal(value, "query.dtype", problem.dtype);
+
+  problem.device = in.query.device;
+  for (const NamedView& arg : {query, key, value}) check.memory(arg, problem.device);
+
+  const auto& q = in.query.shape;
+  const auto& k = in.key.shape;
+  const auto& v = in.value.shape;
+  check.equal("key.batch", k[0], "query.batch", q[0]);
+  check.equal("value.batch", v[0], "query.batch", q[0]);
+  check.equal("key.head_dim", k[3], "query.head_dim", q[3]);
+  check.equal("value.seqlen", v[1], "key.seqlen", k[1]);
+  check.equal("value.heads", v[2], "key.heads", k[2]);
+  check.between("query.head_dim", q[3], 1, kMaxHeadDim);
+  check.between("value.value_dim", v[3], 1, kMaxHeadDim);
+  if (k[2] < 1) check.fail_value("key.heads", std::to_string(k[2]), "be at least 1");
+  if (q[2] < 1 || q[2] % k[2] != 0) {
+    check.fail_value("query.heads", std::to_string(q[2]),
+                     "be a multiple of key.heads (" + std::to_string(k[2]) + ")");
+  }
+  problem.batch = q[0];
+  problem.seqlen_q = q[1];
+  problem.query_heads = q[2];
+  problem.head_dim = q[3];
+  problem.seqlen_k = k[1];
+  problem.kv_heads = k[2];
+  problem.value_dim = v[3];
+}
+
+void check_shard(const Checks& check, const DropoutShard& shard, const AttentionProblem& problem) {
+  struct Axis {
+    const char* name;
+    std::int64_t global;
+    std::int64_t start;
+    std::int64_t local;
+  };
+  const Axis axes[] = {
+      {"dropout_shard.head_start", shard.global_heads, shard.head_start, problem.query_heads},
+      {"dropout_shard.query_start", shard.global_queries, shard.query_start, problem.seqlen_q},
+      {"dropout_shard.key_start", shard.global_keys, shard.key_start, problem.seqlen_k},
+  };
+  for (const Axis& axis : axes) {
+    // Written so that no sum can overflow.
+    if (axis.start >= 0 && axis.global >= axis.local && axis.start <= axis.global - axis.local) {
+      continue;
+    }
+    check.fail_value(axis.name, std::to_string(axis.start),
+                     "place " + std::to_string(axis.local) + " inside the global " +
+                         std::to_string(axis.global));
+  }
+}
+
+// Position of row 0 minus that of key 0, where one number holds for the whole call; see
+// make_visibility. With key lengths it is the position in the longest possible entry, which is the
+// one that counts below.
+std::int64_t common_shift(const AttentionProblem& problem) {
+  if (problem.has_q_offset) return problem.q_offset - problem.k_offset;
+  const std::int64_t row =
+      problem.causal == Causal::kTopLeft ? 0 : problem.seqlen_k - problem.seqlen_q;
+  return row - problem.k_offset;
+}
+
+// A side that cannot exclude a key becomes -1. The right bound is tightest at row 0, which stands
+// at `shift` and must reach key seqlen_k - 1; the left one at the last row, which must reach key 0.
+// Aligned bottom-right (shift = seqlen_k - seqlen_q) that is right >= seqlen_q - 1 and left >=
+// seqlen_k - 1. Key lengths move the rows and the last key together there, so the same numbers hold
+// for every entry.
+Window normalised_window(Window window, const AttentionProblem& problem) {
+  // Under causal no key past the row's own position is left for the right bound to exclude.
+  if (problem.causal != Causal::kNone) window.right = -1;
+  if (problem.per_batch_q_offset) return window;
+  const std::int64_t shift = common_shift(problem);
+  if (window.right >= problem.seqlen_k - 1 - shift && window.right >= 0) window.right = -1;
+  if (window.left >= problem.seqlen_q - 1 + shift && window.left >= 0) window.left = -1;
+  return window;
+}
+
+void read_offsets(const Checks& check, const AttentionInputs& in, const AttentionOptions& options,
+                  AttentionProblem& problem) {
+  problem.has_q_offset = options.q_offset.has_value() || in.q_offsets;
+  problem.per_batch_q_offset = static_cast<bool>(in.q_offsets);
+  if (options.q_offset && in.q_offsets) {
+    check.fail_value("q_offset", "given twice", "be one number or one per batch entry, not both");
+  }
+  problem.q_offset = options.q_offset.value_or(0);
+  problem.k_offset = options.k_offset;
+  check.between("q_offset", problem.q_offset, -kMaxOffset, kMaxOffset);
+  check.between("k_offset", problem.k_offset, -kMaxOffset, kMaxOffset);
+}
+
+void read_options(const Checks& check, const AttentionInputs& in, const AttentionOptions& options,
+                  AttentionProblem& problem) {
+  problem.scale = options.scale.value_or(
+      static_cast<float>(1.0 / std::sqrt(static_cast<double>(problem.head_dim))));
+  if (!std::isfinite(problem.scale)) {
+    check.fail_value("scale", number_text(problem.scale), "be finite");
+  }
+  problem.softcap = options.softcap;
+  if (!std::isfinite(problem.softcap) || problem.softcap < 0.0F) {
+    check.fail_value("softcap", number_text(problem.softcap), "be finite and not negative");
+  }
+  const double p = options.dropout.probability;
+  if (!(p >= 0.0 && p <= 1.0)) check.fail_value("dropout_p", number_text(p), "be between 0 and 1");
+  if (options.dropout.shard) check_shard(check, *options.dropout.shard, problem);
+  // Without a probability the seed means nothing, and the call is the one without dropout.
+  if (p > 0.0) problem.dropout = options.dropout;
+
+  problem.causal = options.causal;
+  if (options.window.left < -1) {
+    check.fail_value("window.left", std::to_string(options.window.left), "be at least -1");
+  }
+  if (options.window.right < -1) {
+    check.fail_value("window.right", std::to_string(options.window.right), "be at least -1");
+  }
+  read_offsets(check, in, options, problem);
+  problem.window = normalised_window(options.window, problem);
+}
+
+void read_mask(const Checks& check, const TensorView& mask, AttentionProblem& problem) {
+  if (!mask) return;
+  if (mask.dtype != DType::kBool && !is_floating(mask.dtype)) {
+    check.fail_type("mask.dtype", std::string(dtype_name(mask.dtype)),
+                    "be bool or a floating-point type");
+  }
+  const std::array<std::int64_t, 4> scores = {problem.batch, problem.query_heads, problem.seqlen_q,
+                                              problem.seqlen_k};
+  problem.mask_shape = {1, 1, 1, 1};
+  const auto rank = static_cast<std::size_t>(std::clamp(mask.rank, 0, 4));
+  bool fits = mask.rank == static_cast<int>(rank);
+  for (std::size_t i = 0; i < rank; ++i) {
+    const std::size_t axis = 4 - rank + i;
+    problem.mask_shape[axis] = mask.shape[i];
+    fits = fits && (mask.shape[i] == 1 || mask.shape[i] == scores[axis]);
+  }
+  if (!fits) {
+    check.fail_value("mask.shape", shape_text(mask), "broadcast to " + shape_text(scores, 4));
+  }
+  check.memory({"mask", mask}, problem.device);
+  problem.mask = mask.dtype == DType::kBool ? MaskKind::kBool : MaskKind::kAdditive;
+  problem.mask_dtype = mask.dtype;
+}
+
+// An int32 or int64 array of one value per batch entry. Values are looked at where they are in host
+// memory.
+void check_per_batch(const Checks& check, const NamedView& arg, const AttentionProblem& problem,
+                     std::int64_t low, std::int64_t high) {
+  const TensorView& view = arg.view;
+  if (view.dtype != DType::kInt32 && view.dtype != DType::kInt64) {
+    check.fail_type(std::string(arg.name) + ".dtype", std::string(dtype_name(view.dtype)),
+                    "be int32 or int64");
+  }
+  check.shape(arg, {problem.batch}, 1);
+  check.memory(arg, problem.device);
+  if (view.device != DeviceKind::kCpu) return;
+  for (std::int64_t b = 0; b < problem.batch; ++b) {
+    check.between(std::string(arg.name) + "[" + std::to_string(b) + "]", read_integer(view, b), low,
+                  high);
+  }
+}
+
+void read_optional_arrays(const Checks& check, const AttentionInputs& in,
+                          AttentionProblem& problem) {
+  read_mask(check, in.mask, problem);
+  if (in.alibi_slopes) {
+    const NamedView slopes{"alibi_slopes", in.alibi_slopes};
+    check.dtype_equal(slopes, "", DType::kFloat32);
+    if (in.alibi_slopes.rank == 1) {
+      check.shape(slopes, {problem.query_heads}, 1);
+    } else {
+      check.shape(slopes, {problem.batch, problem.query_heads}, 2);
+    }
+    check.memory(slopes, problem.device);
+    problem.alibi = true;
+  }
+  if (in.sinks) {
+    const NamedView sinks{"sinks", in.sinks};
+    check.dtype_equal(sinks, "", DType::kFloat32);
+    check.shape(sinks, {problem.query_heads}, 1);
+    check.memory(sinks, problem.device);
+    problem.sinks = true;
+  }
+  if (in.q_offsets) {
+    check_per_batch(check, {"q_offset", in.q_offsets}, problem, -kMaxOffset, kMaxOffset);
+  }
+  if (in.kv_lengths) {
+    check_per_batch(check, {"kv_lengths", in.kv_lengths}, problem, 0, problem.seqlen_k);
+    problem.kv_lengths = true;
+  }
+}
+
+AttentionProblem problem_of_inputs(const Checks& check, const AttentionInputs& in,
+                                   const AttentionOptions& options) {
+  AttentionProblem problem;
+  read_shapes(check, in, problem);
+  read_options(check, in, options, problem);
+  read_optional_arrays(check, in, problem);
+  return problem;
+}
+
+// out, or dout: (batch, seqlen_q, query_heads, value_dim) in the problem's dtype.
+void check_out_shape(const Checks& check, const NamedView& arg, const AttentionProblem& problem) {
+  check.dtype_equal(arg, "query.dtype", problem.dtype);
+  check.shape(arg, {problem.batch, problem.seqlen_q, problem.query_heads, problem.value_dim}, 4);
+}
+
+// lse, or dlse: (batch, query_heads, seqlen_q) float32.
+void check_lse_shape(const Checks& check, const NamedView& arg, const AttentionProblem& problem) {
+  check.dtype_equal(arg, "", DType::kFloat32);
+  check.shape(arg, {problem.batch, problem.query_heads, problem.seqlen_q}, 3);
+}
+
+// A gradient that may be absent: its input's shape, writable.
+void check_gradient(const Checks& check, const NamedView& gradient, const NamedView& input,
+                    DType dtype, const AttentionProblem& problem) {
+  if (!gradient.view) return;
+  if (!input.view) check.fail_value(gradient.name, "given", std::string("come with ") + input.name);
+  check.dtype_equal(gradient, "", dtype);
+  check.shape(gradient, input.view.shape, input.view.rank);
+  check.writable(gradient, problem.device);
+}
+
+void check_gradients(const Checks& check, const BackwardTensors& t, AttentionProblem& problem) {
+  const AttentionInputs& in = t.inputs;
+  check_gradient(check, {"dq", t.dq}, {"query", in.query}, problem.dtype, problem);
+  check_gradient(check, {"dk", t.dk}, {"key", in.key}, problem.dtype, problem);
+  check_gradient(check, {"dv", t.dv}, {"value", in.value}, problem.dtype, problem);
+  if (t.dmask && problem.mask == MaskKind::kBool) {
+    check.fail_type("mask.dtype", "bool", "be a floating-point type to have a gradient");
+  }
+  const DType wider = in.mask.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  check_gradient(check, {"dmask", t.dmask}, {"mask", in.mask}, wider, problem);
+  check_gradient(check, {"dalibi_slopes", t.dalibi_slopes}, {"alibi_slopes", in.alibi_slopes},
+                 DType::kFloat32, problem);
+  check_gradient(check, {"dsinks", t.dsinks}, {"sinks", in.sinks}, DType::kFloat32, problem);
+  problem.mask_gradient = static_cast<bool>(t.dmask);
+}
+
+// No output starts where an input or another output does.
+void check_distinct(const Checks& check, std::initializer_list<NamedView> outputs,
+                    std::initializer_list<NamedView> inputs) {
+  for (const NamedView* output = outputs.begin(); output != outputs.end(); ++output) {
+    for (const NamedView& input : inputs) check.distinct(*output, input);
+    for (const NamedView* other = outputs.begin(); other != output; ++other) {
+      check.distinct(*output, *other);
+    }
+  }
+}
+
+}  // namespace
+
+AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOptions& options) {
+  const Checks check("attention");
+  AttentionProblem problem = problem_of_inputs(check, tensors.inputs, options);
+  problem.pass = Pass::kForward;
+  const NamedView out{"out", tensors.out};
+  const NamedView lse{"lse", tensors.lse};
+  check_out_shape(check, out, problem);
+  check_lse_shape(check, lse, problem);
+  check.writable(out, problem.device);
+  check.writable(lse, problem.device);
+  const AttentionInputs& in = tensors.inputs;
+  check_distinct(check, {out, lse},
+                 {{"query", in.query}, {"key", in.key}, {"value", in.value}, {"mask", in.mask}});
+  return problem;
+}
+
+AttentionProblem make_problem(const BackwardTensors& tensors, const AttentionOptions& options) {
+  const Checks check("attention_backward");
+  AttentionProblem problem = problem_of_inputs(check, tensors.inputs, options);
+  problem.pass = Pass::kBackward;
+  const NamedView out{"out", tensors.out};
+  const NamedView lse{"lse", tensors.lse};
+  const NamedView dout{"dout", tensors.dout};
+  const NamedView dlse{"dlse", tensors.dlse};
+  check_out_shape(check, out, problem);
+  check_out_shape(check, dout, problem);
+  check_lse_shape(check, lse, problem);
+  for (const NamedView& arg : {out, dout, lse}) check.memory(arg, problem.device);
+  if (tensors.dlse) {
+    check_lse_shape(check, dlse, problem);
+    check.memory(dlse, problem.device);
+  }
+  check_gradients(check, tensors, problem);
+  const AttentionInputs& in = tensors.inputs;
+  check_distinct(
+      check, {{"dq", tensors.dq}, {"dk", tensors.dk}, {"dv", tensors.dv}, {"dmask", tensors.dmask}},
+      {{"query", in.query},
+       {"key", in.key},
+       {"value", in.value},
+       {"mask", in.mask},
+       out,
+       lse,
+       dout,
+       dlse});
+  return problem;
+}
+
+}  // namespace flashattn
