@@ -1,0 +1,67 @@
+# One object library per instruction set of the target architecture, all from cpp/src/cpu/kernels.cpp.
+#
+# flashattn_add_cpu_isas(<objects-var> <isas-var>) sets
+#   <objects-var>  the objects to link into the library, as $<TARGET_OBJECTS:...> expressions
+#   <isas-var>     the names that were built, best first, e.g. "v4_bf16;v4;v3;v2"
+# and defines the interface library flashattn_cpu_isas, which tells its users what was built with one
+# definition per name: FLASHATTN_HAVE_CPU_ISA_v4_bf16 and so on.
+
+include(CheckCXXCompilerFlag)
+
+# The kernels rely on infinities and NaN, so never -ffast-math; errno and traps are not part of the contract.
+set(FLASHATTN_CPU_KERNEL_FLAGS -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+set(FLASHATTN_CPU_FLAGS_v2 -march=x86-64-v2)
+set(FLASHATTN_CPU_FLAGS_v3 -march=x86-64-v3)
+set(FLASHATTN_CPU_FLAGS_v4 -march=x86-64-v4 -mprefer-vector-width=512)
+set(FLASHATTN_CPU_FLAGS_v4_bf16 -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
+set(FLASHATTN_CPU_FLAGS_neon "")
+
+function(_flashattn_target_isas isas_var)
+  set(processor "${CMAKE_SYSTEM_PROCESSOR}")
+  if(CMAKE_OSX_ARCHITECTURES)
+    set(processor "${CMAKE_OSX_ARCHITECTURES}")
+  endif()
+  if(processor MATCHES "^(x86_64|AMD64|amd64)$")
+    set(candidates v4_bf16 v4 v3 v2)
+  elseif(processor MATCHES "^(aarch64|arm64|ARM64)$")
+    set(candidates neon)
+  else()
+    message(FATAL_ERROR "flashattn: no CPU kernels for the architecture '${processor}'; "
+                        "build one of x86_64, aarch64 (one architecture a build)")
+  endif()
+  set(isas "")
+  foreach(isa IN LISTS candidates)
+    string(REPLACE ";" " " flags "${FLASHATTN_CPU_FLAGS_${isa}}")
+    check_cxx_compiler_flag("${flags}" FLASHATTN_COMPILER_KNOWS_${isa})
+    if(FLASHATTN_COMPILER_KNOWS_${isa})
+      list(APPEND isas ${isa})
+    else()
+      message(STATUS "flashattn: the compiler does not know '${flags}'; ${isa} kernels are left out")
+    endif()
+  endforeach()
+  set(${isas_var} "${isas}" PARENT_SCOPE)
+endfunction()
+
+function(flashattn_add_cpu_isas objects_var isas_var)
+  _flashattn_target_isas(isas)
+  add_library(flashattn_cpu_isas INTERFACE)
+  set(objects "")
+  foreach(isa IN LISTS isas)
+    set(target flashattn_cpu_${isa})
+    add_library(${target} OBJECT ${PROJECT_SOURCE_DIR}/cpp/src/cpu/kernels.cpp)
+    target_compile_features(${target} PRIVATE cxx_std_20)
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp/include
+                                                 ${PROJECT_SOURCE_DIR}/cpp/src)
+    target_compile_definitions(${target} PRIVATE FLASHATTN_CPU_ISA_NAME=${isa})
+    # After the build type's own flags, so that a debug build still has kernels of usable speed.
+    target_compile_options(${target} PRIVATE ${FLASHATTN_CPU_KERNEL_FLAGS} ${FLASHATTN_CPU_FLAGS_${isa}})
+    # Link-time optimisation could move code of one instruction set into another's callers.
+    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON
+                                               CXX_VISIBILITY_PRESET hidden
+                                               INTERPROCEDURAL_OPTIMIZATION OFF)
+    target_compile_definitions(flashattn_cpu_isas INTERFACE FLASHATTN_HAVE_CPU_ISA_${isa}=1)
+    list(APPEND objects $<TARGET_OBJECTS:${target}>)
+  endforeach()
+  set(${objects_var} "${objects}" PARENT_SCOPE)
+  set(${isas_var} "${isas}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,14 @@
+// CpuKernels: everything that one instruction set exports. kernels.cpp defines one such table per
+// instruction set, as flashattn::cpu::isa_<name>::kKernels; dispatch.cpp chooses among them.
+#pragma once
+
+#include "cpu/forward_table.h"
+
+namespace flashattn::cpu {
+
+struct CpuKernels {
+  const char* isa = "";  // "v2", "v3", "v4", "v4_bf16", "neon"
+  ForwardKernels forward;
+};
+
+}  // namespace flashattn::cpu

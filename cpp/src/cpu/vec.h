@@ -1,0 +1,93 @@
+// The vector type of the instruction set being compiled and every operation the kernels do with it.
+//
+// Built on the vector extensions of GCC and Clang: + - * / and comparisons are the operators
+// themselves, and a * b + c becomes one fused multiply-add where there is one. The
+// per-instruction-set headers add what the extensions cannot say. Vec holds kLanes float32; a
+// comparison gives a VecI of 0 and -1 lanes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/isa.h"
+
+namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef std::int32_t VecI __attribute__((vector_size(kLanes * 4)));
+typedef std::uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef std::uint16_t VecHalf __attribute__((vector_size(kLanes * 2)));
+// The same in memory of any alignment and any declared type.
+typedef float VecInMemory __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef std::uint16_t VecHalfInMemory
+    __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
+
+FLASHATTN_INLINE Vec load(const void* from) { return *static_cast<const VecInMemory*>(from); }
+FLASHATTN_INLINE void store(void* to, Vec x) { *static_cast<VecInMemory*>(to) = x; }
+
+// x - 0 rather than 0 + x: the latter must turn -0 into +0 and would change the bits of bf16 pairs.
+FLASHATTN_INLINE Vec broadcast(float x) { return x - Vec{}; }
+FLASHATTN_INLINE VecI broadcast(std::int32_t x) { return x - VecI{}; }
+
+// 0, 1, 2, ... kLanes - 1.
+FLASHATTN_INLINE VecI lane_numbers() {
+  VecI lanes{};
+  FLASHATTN_UNROLL for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
+
+FLASHATTN_INLINE Vec select(VecI mask, Vec if_true, Vec if_false) {
+  return mask ? if_true : if_false;
+}
+
+FLASHATTN_INLINE VecI bits_of(Vec x) { return reinterpret_cast<VecI>(x); }
+FLASHATTN_INLINE Vec vec_of_bits(VecI x) { return reinterpret_cast<Vec>(x); }
+
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
+
+// Each header below defines, for its instruction set:
+//   Vec max(Vec a, Vec b)             b where either is NaN: max(constant, x) keeps a NaN of x
+//   Vec round_to_integer(Vec x)       nearest, ties to even
+//   Vec times_power_of_two(p, n, x)   p * 2^n, and exactly 0 where x < -126 (NaN stays)
+//   bool any(VecI mask)
+//   Vec widen_float16(const void*)    kLanes float16 values as float32
+//   void narrow_float16(void*, Vec)   rounded to nearest even
+//   void transpose(Vec (&r)[kLanes])  the kLanes x kLanes matrix of 32-bit units in registers
+#if defined(__AVX512F__)
+#include "cpu/vec_avx512.h"
+#elif defined(__AVX2__)
+#include "cpu/vec_avx2.h"
+#elif defined(__SSE4_1__)
+#include "cpu/vec_sse.h"
+#elif defined(__aarch64__)
+#include "cpu/vec_neon.h"
+#else
+#error "no vector operations for this instruction set"
+#endif
+
+namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+
+FLASHATTN_INLINE Vec widen_bfloat16(const void* from) {
+  const VecHalf half = *static_cast<const VecHalfInMemory*>(from);
+  return reinterpret_cast<Vec>(__builtin_convertvector(half, VecU) << 16);
+}
+
+// Nearest even; a NaN keeps its sign and becomes quiet. In integers, because the bf16 conversion
+// instructions flush denormals to zero.
+FLASHATTN_INLINE void narrow_bfloat16(void* to, Vec x) {
+  const VecU bits = reinterpret_cast<VecU>(x);
+  const VecU rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+  const VecU quiet = (bits >> 16) | 0x40U;
+  const VecU result = (x != x) ? quiet : rounded;
+  *static_cast<VecHalfInMemory*>(to) = __builtin_convertvector(result, VecHalf);
+}
+
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
