@@ -1,0 +1,135 @@
+// Forward: out = softmax(scale * Q K^T) V and its log-sum-exp, one threadgroup per block_q query rows of one head.
+// The `staged` design: K, V and the scores pass through threadgroup memory, so nothing depends on how a
+// fragment's elements are spread over lanes. It relies on tile.h; it does not know about masks or dropout.
+//
+//   for each block of block_k keys:
+//     S = Q K^T                                   fragments, 8 rows per simdgroup
+//     m' = max(m, rowmax(c S));  P = exp2(c S - m')   four lanes per row, c = scale * log2(e)
+//     l = l * exp2(m - m') + rowsum(P)
+//     O = diag(exp2(m - m')) O + P V
+//   O = diag(1 / l) O;  L = (m + log2 l) ln 2
+#include "tile.h"
+
+// Scores of the lane's row become probabilities in place; returns the factor of what was summed before.
+// row_max and row_sum are the running m and l of the row, the same in its four lanes.
+template <uint block_k>
+float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, float scale_log2e, uint quarter,
+                   thread float& row_max, thread float& row_sum) {
+  float block_max = row_max;
+  for (uint c = quarter; c < block_k; c += kLanesPerRow) {
+    const int j = int(first_key + c);
+    if (j >= keys.begin && j < keys.end) block_max = max(block_max, row_scores[c] * scale_log2e);
+  }
+  block_max = row_max4(block_max);
+  float block_sum = 0.0f;
+  for (uint c = quarter; c < block_k; c += kLanesPerRow) {
+    const int j = int(first_key + c);
+    float p = 0.0f;
+    if (j >= keys.begin && j < keys.end) p = exp2(row_scores[c] * scale_log2e - block_max);
+    row_scores[c] = p;
+    block_sum += p;
+  }
+  const float correction = exp2(row_max - block_max);
+  row_sum = row_sum * correction + row_sum4(block_sum);
+  row_max = block_max;
+  return correction;
+}
+
+// query, key, value, out: (batch, row, head, dim) by params' strides; lse: (batch, head, row).
+template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_k>
+[[kernel]] void forward(device const T* query [[buffer(kBufferQuery)]],
+                        device const T* key [[buffer(kBufferKey)]],
+                        device const T* value [[buffer(kBufferValue)]],
+                        device T* out [[buffer(kBufferOut)]],
+                        device float* lse [[buffer(kBufferLse)]],
+                        device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
+                        constant AttentionParams& params [[buffer(kBufferParams)]],
+                        uint threadgroup_index [[threadgroup_position_in_grid]],
+                        uint thread_index [[thread_index_in_threadgroup]],
+                        uint lane [[thread_index_in_simdgroup]],
+                        uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  constexpr uint threads = block_q / kFragment * kSimdWidth;
+  constexpr uint key_stride = head_tile + kPadding;
+  constexpr uint value_stride = value_tile + kPadding;
+  constexpr uint score_stride = block_k + kPadding;
+  // One arena: first Q, then a K and a V tile per block, at last the output on its way to device memory.
+  threadgroup float arena[max3(block_k * (key_stride + value_stride), block_q * head_tile, block_q * value_tile)];
+  threadgroup float scores[block_q * score_stride];
+  threadgroup float scratch[block_q / kFragment * kFragmentSize];
+  threadgroup uint visible[block_q];
+  threadgroup uint non_finite[block_q / kFragment];
+
+  // Long causal rows first: row blocks count down, heads of one block are neighbours.
+  const uint blocks = (params.seqlen_q + block_q - 1) / block_q;
+  const uint task = params.first_threadgroup + threadgroup_index;
+  const uint head_tasks = params.batch * params.query_heads;
+  const uint first_row = (blocks - 1 - task / head_tasks) * block_q;
+  const uint b = task % head_tasks / params.query_heads;
+  const uint h = task % params.query_heads;
+  const uint kv_head = h / params.heads_per_kv;
+  const uint valid_rows = min(block_q, params.seqlen_q - first_row);
+
+  threadgroup float* own_scores = scores + simdgroup * kFragment * score_stride;
+  threadgroup float* own_scratch = scratch + simdgroup * kFragmentSize;
+  threadgroup uint* own_visible = visible + simdgroup * kFragment;
+  const LaneRow at = lane_row(lane);
+  const RowInterval interval = row_intervals[b];
+  const Range keys = keys_of_row(interval, params.seqlen_q, first_row + simdgroup * kFragment + at.row);
+  const Range block_keys = keys_of_rows(interval, params.seqlen_q, first_row, block_q);
+
+  simdgroup_float8x8 Q[head_tile / kFragment];
+  simdgroup_float8x8 O[value_tile / kFragment];
+  stage_rows<block_q, head_tile, threads>(arena, head_tile, row_pointer(query, params.query, b, h, first_row),
+                                          params.query, valid_rows, params.head_dim, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  load_strip(Q, arena + simdgroup * kFragment * head_tile, head_tile);
+  fill_zero(O);
+
+  float row_max = -FLT_MAX;
+  float row_sum = 0.0f;
+  threadgroup float* K = arena;
+  threadgroup float* V = arena + block_k * key_stride;
+  for (uint j = uint(block_keys.begin) / block_k * block_k; int(j) < block_keys.end; j += block_k) {
+    const uint valid_keys = min(block_k, uint(interval.key_limit) - j);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage_rows<block_k, head_tile, threads>(K, key_stride, row_pointer(key, params.key, b, kv_head, j), params.key,
+                                            valid_keys, params.head_dim, thread_index);
+    const bool bad = stage_rows<block_k, value_tile, threads>(
+        V, value_stride, row_pointer(value, params.value, b, kv_head, j), params.value, valid_keys,
+        params.value_dim, thread_index);
+    const bool any_bad = simd_any(bad);
+    if (lane == 0) non_finite[simdgroup] = any_bad ? 1u : 0u;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    uint poisoned = 0;
+    for (uint s = 0; s < block_q / kFragment; ++s) poisoned |= non_finite[s];
+
+    simdgroup_float8x8 S[block_k / kFragment];
+    multiply_transposed(S, Q, K, key_stride);
+    store_strip(S, own_scores, score_stride);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const float correction = softmax_step<block_k>(own_scores + at.row * score_stride, j, keys, params.scale_log2e,
+                                                   at.quarter, row_max, row_sum);
+    scale_rows(O, correction, own_scratch, lane);
+    if (poisoned == 0u) {
+      multiply_accumulate<block_k / kFragment>(O, own_scores, score_stride, V, value_stride);
+    } else {
+      if (at.quarter == 0) own_visible[at.row] = columns_in<block_k>(keys, j);
+      accumulate_selected<block_k / kFragment>(O, own_scores, score_stride, V, value_stride, own_visible,
+                                               own_scratch, lane);
+    }
+  }
+
+  // A row that saw no key has l = 0: its output is 0 and its log-sum-exp -inf.
+  const bool dead = row_sum == 0.0f;
+  scale_rows(O, dead ? 0.0f : 1.0f / row_sum, own_scratch, lane);
+  const uint row = simdgroup * kFragment + at.row;
+  if (at.quarter == 0 && row < valid_rows) {
+    lse[scalar_index(params.lse, b, h, first_row + row)] =
+        dead ? -INFINITY : (row_max + log2(row_sum)) * M_LN2_F;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store_strip(O, arena + simdgroup * kFragment * value_tile, value_tile);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  write_rows<block_q, value_tile, threads>(row_pointer(out, params.out, b, h, first_row), params.out, arena,
+                                           value_tile, valid_rows, params.value_dim, false, thread_index);
+}

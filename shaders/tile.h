@@ -1,0 +1,231 @@
+// Tiles: the pieces every kernel is made of. A tile is a row-major block of float in threadgroup memory; a strip
+// is the 8 rows of it that one simdgroup owns, held as 8x8 fragments. Nothing here assumes how a fragment's
+// elements are spread over lanes: elementwise work on fragments only ever combines equal positions.
+#pragma once
+
+#include "abi.h"
+#include "storage.h"
+#include "visibility.h"
+
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+using namespace metal;
+
+// Enumerators rather than program-scope constants: the latter live in the constant address space, which
+// keeps loops over them from unrolling and spills every fragment.
+enum : uint {
+  kFragment = 8,                     // rows and columns of one simdgroup matrix
+  kSimdWidth = 32,                   // lanes of a simdgroup
+  kLanesPerRow = 4,                  // lanes that share one row of a strip in elementwise work
+  kPadding = 4,                      // floats after each tile row, against bank conflicts
+  kFragmentSize = kFragment * kFragment,
+};
+
+constexpr uint max3(uint a, uint b, uint c) {
+  return a > b ? (a > c ? a : c) : (b > c ? b : c);
+}
+
+// Which row of its strip a lane works on, and which of the row's four lanes it is.
+struct LaneRow {
+  uint row;      // 0..7
+  uint quarter;  // 0..3: takes columns quarter, quarter + 4, ...
+};
+
+inline LaneRow lane_row(uint lane) {
+  LaneRow at;
+  at.row = lane / kLanesPerRow;
+  at.quarter = lane % kLanesPerRow;
+  return at;
+}
+
+// Copies `valid_rows` rows of `dim` elements into a tile of `rows` x `columns`, zero outside. `source` points
+// at the first row's first element. Returns whether this thread met a value that is not finite.
+template <uint rows, uint columns, uint threads, typename T>
+bool stage_rows(threadgroup float* tile, uint tile_stride, device const T* source, TensorStrides strides,
+                uint valid_rows, uint dim, uint thread_index) {
+  bool non_finite = false;
+  for (uint e = thread_index; e < rows * columns; e += threads) {
+    const uint r = e / columns;
+    const uint d = e % columns;
+    float x = 0.0f;
+    if (r < valid_rows && d < dim) {
+      x = to_float(source[FLASHATTN_INT64(r) * strides.row + FLASHATTN_INT64(d) * strides.dim]);
+    }
+    tile[r * tile_stride + d] = x;
+    non_finite = non_finite || !is_finite_bits(x);
+  }
+  return non_finite;
+}
+
+// Writes `valid_rows` rows of `dim` elements of a tile to `target`, or adds them to it.
+template <uint rows, uint columns, uint threads, typename T>
+void write_rows(device T* target, TensorStrides strides, threadgroup const float* tile, uint tile_stride,
+                uint valid_rows, uint dim, bool accumulate, uint thread_index) {
+  for (uint e = thread_index; e < rows * columns; e += threads) {
+    const uint r = e / columns;
+    const uint d = e % columns;
+    if (r >= valid_rows || d >= dim) continue;
+    device T* at = target + FLASHATTN_INT64(r) * strides.row + FLASHATTN_INT64(d) * strides.dim;
+    float x = tile[r * tile_stride + d];
+    if (accumulate) x += to_float(*at);
+    store_float(at, x);
+  }
+}
+
+// First element of row `row` of one head.
+template <typename T>
+device T* row_pointer(device T* base, TensorStrides strides, uint b, uint head, uint row) {
+  return base + FLASHATTN_INT64(b) * strides.batch + FLASHATTN_INT64(head) * strides.head +
+         FLASHATTN_INT64(row) * strides.row;
+}
+
+inline FLASHATTN_INT64 scalar_index(ScalarStrides strides, uint b, uint head, uint row) {
+  return FLASHATTN_INT64(b) * strides.batch + FLASHATTN_INT64(head) * strides.head +
+         FLASHATTN_INT64(row) * strides.row;
+}
+
+template <uint count>
+void fill_zero(thread simdgroup_float8x8 (&fragments)[count]) {
+#pragma clang loop unroll(full)
+  for (uint f = 0; f < count; ++f) fragments[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+
+// Loads a strip of `count` fragments side by side.
+template <uint count>
+void load_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup const float* strip, uint stride) {
+#pragma clang loop unroll(full)
+  for (uint f = 0; f < count; ++f) simdgroup_load(fragments[f], strip + f * kFragment, stride);
+}
+
+template <uint count>
+void store_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup float* strip, uint stride) {
+#pragma clang loop unroll(full)
+  for (uint f = 0; f < count; ++f) simdgroup_store(fragments[f], strip + f * kFragment, stride);
+}
+
+// product = strip (8 x 8 inner) * tile^T: the scores of 8 rows against the tile's rows.
+template <uint inner, uint columns>
+void multiply_transposed(thread simdgroup_float8x8 (&product)[columns], thread simdgroup_float8x8 (&strip)[inner],
+                         threadgroup const float* tile, uint tile_stride) {
+  fill_zero(product);
+#pragma clang loop unroll(full)
+  for (uint d = 0; d < inner; ++d) {
+#pragma clang loop unroll(full)
+    for (uint j = 0; j < columns; ++j) {
+      simdgroup_float8x8 transposed;
+      simdgroup_load(transposed, tile + j * kFragment * tile_stride + d * kFragment, tile_stride, ulong2(0, 0),
+                     true);
+      simdgroup_multiply_accumulate(product[j], strip[d], transposed, product[j]);
+    }
+  }
+}
+
+// sum += weights (8 rows, stored in threadgroup memory) * tile.
+template <uint inner, uint columns>
+void multiply_accumulate(thread simdgroup_float8x8 (&sum)[columns], threadgroup const float* weights,
+                         uint weights_stride, threadgroup const float* tile, uint tile_stride) {
+#pragma clang loop unroll(full)
+  for (uint j = 0; j < inner; ++j) {
+    simdgroup_float8x8 weight;
+    simdgroup_load(weight, weights + j * kFragment, weights_stride);
+#pragma clang loop unroll(full)
+    for (uint d = 0; d < columns; ++d) {
+      simdgroup_float8x8 values;
+      simdgroup_load(values, tile + j * kFragment * tile_stride + d * kFragment, tile_stride);
+      simdgroup_multiply_accumulate(sum[d], weight, values, sum[d]);
+    }
+  }
+}
+
+// The same sum for a tile with values that are not finite: a weight of 0 times such a value would poison a row
+// that may not see it, so excluded columns are skipped. Bit c of visible[r] tells whether row r sees column c.
+// Plain lane arithmetic; the strip's contribution goes through `scratch`, one 8x8 tile of this simdgroup.
+template <uint inner, uint columns>
+void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns], threadgroup const float* weights,
+                         uint weights_stride, threadgroup const float* tile, uint tile_stride,
+                         threadgroup const uint* visible, threadgroup float* scratch, uint lane) {
+  const LaneRow at = lane_row(lane);
+#pragma clang loop unroll(full)
+  for (uint d = 0; d < columns; ++d) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint c = at.quarter; c < kFragment; c += kLanesPerRow) {
+      float total = 0.0f;
+      for (uint j = 0; j < inner * kFragment; ++j) {
+        if ((visible[at.row] >> j & 1u) != 0u) {
+          total += weights[at.row * weights_stride + j] * tile[j * tile_stride + d * kFragment + c];
+        }
+      }
+      scratch[at.row * kFragment + c] = total;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    simdgroup_float8x8 contribution;
+    simdgroup_load(contribution, scratch, kFragment);
+    sum[d].thread_elements()[0] += contribution.thread_elements()[0];
+    sum[d].thread_elements()[1] += contribution.thread_elements()[1];
+  }
+}
+
+// Multiplies each row of a strip by its lane's factor. The factors go through an 8x8 tile whose columns are all
+// alike and are applied elementwise: a diagonal matrix product would turn one row's NaN into eight.
+template <uint columns>
+void scale_rows(thread simdgroup_float8x8 (&strip)[columns], float factor, threadgroup float* scratch,
+                uint lane) {
+  const LaneRow at = lane_row(lane);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  scratch[at.row * kFragment + at.quarter] = factor;
+  scratch[at.row * kFragment + at.quarter + kLanesPerRow] = factor;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  simdgroup_float8x8 factors;
+  simdgroup_load(factors, scratch, kFragment);
+#pragma clang loop unroll(full)
+  for (uint d = 0; d < columns; ++d) {
+    strip[d].thread_elements()[0] *= factors.thread_elements()[0];
+    strip[d].thread_elements()[1] *= factors.thread_elements()[1];
+  }
+}
+
+template <uint columns>
+void scale_strip(thread simdgroup_float8x8 (&strip)[columns], float factor) {
+#pragma clang loop unroll(full)
+  for (uint d = 0; d < columns; ++d) {
+    strip[d].thread_elements()[0] *= factor;
+    strip[d].thread_elements()[1] *= factor;
+  }
+}
+
+// Bit c tells whether column first + c of a block lies in `range`.
+template <uint block>
+uint columns_in(Range range, uint first) {
+  uint bits = 0;
+  for (uint c = 0; c < block; ++c) {
+    const int column = int(first + c);
+    if (column >= range.begin && column < range.end) bits |= 1u << c;
+  }
+  return bits;
+}
+
+// The same without the rows that have no weights (log-sum-exp -inf).
+template <uint block>
+uint visible_columns(threadgroup const float* column_lse_log2, uint first, Range range) {
+  uint bits = columns_in<block>(range, first);
+  for (uint c = 0; c < block; ++c) {
+    if (column_lse_log2[c] == -INFINITY) bits &= ~(1u << c);
+  }
+  return bits;
+}
+
+// Sum and maximum over the four lanes of a row; every one of them gets the result.
+inline float row_sum4(float x) {
+  x += simd_shuffle_xor(x, 1);
+  return x + simd_shuffle_xor(x, 2);
+}
+
+inline float row_max4(float x) {
+  x = max(x, simd_shuffle_xor(x, 1));
+  return max(x, simd_shuffle_xor(x, 2));
+}
+
+// Makes a kernel template available under a name: the host appends one such line per pipeline.
+#define FLASHATTN_INSTANTIATE(name, function, ...) \
+  template [[host_name(name)]] [[kernel]] decltype(function<__VA_ARGS__>) function<__VA_ARGS__>;
