@@ -1,10 +1,8 @@
 # One object library per instruction set of the target architecture, all from cpp/src/cpu/kernels.cpp.
 #
-# flashattn_add_cpu_isas(<objects-var> <isas-var>) sets
-#   <objects-var>  the objects to link into the library, as $<TARGET_OBJECTS:...> expressions
-#   <isas-var>     the names that were built, best first, e.g. "v4_bf16;v4;v3;v2"
-# and defines the interface library flashattn_cpu_isas, which tells its users what was built with one
-# definition per name: FLASHATTN_HAVE_CPU_ISA_v4_bf16 and so on.
+# flashattn_add_cpu_kernels(<target>) links the objects into <target> and tells it what was built with one
+# definition per name: FLASHATTN_HAVE_CPU_ISA_v4_bf16=1 and so on. flashattn_cpu_isas in the caller's scope
+# lists the names, best first.
 
 include(CheckCXXCompilerFlag)
 
@@ -42,16 +40,14 @@ function(_flashattn_target_isas isas_var)
   set(${isas_var} "${isas}" PARENT_SCOPE)
 endfunction()
 
-function(flashattn_add_cpu_isas objects_var isas_var)
+function(flashattn_add_cpu_kernels library)
   _flashattn_target_isas(isas)
-  add_library(flashattn_cpu_isas INTERFACE)
-  set(objects "")
   foreach(isa IN LISTS isas)
     set(target flashattn_cpu_${isa})
-    add_library(${target} OBJECT ${PROJECT_SOURCE_DIR}/cpp/src/cpu/kernels.cpp)
+    add_library(${target} OBJECT "${PROJECT_SOURCE_DIR}/cpp/src/cpu/kernels.cpp")
     target_compile_features(${target} PRIVATE cxx_std_20)
-    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp/include
-                                                 ${PROJECT_SOURCE_DIR}/cpp/src)
+    target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/cpp/include"
+                                                 "${PROJECT_SOURCE_DIR}/cpp/src")
     target_compile_definitions(${target} PRIVATE FLASHATTN_CPU_ISA_NAME=${isa})
     # After the build type's own flags, so that a debug build still has kernels of usable speed.
     target_compile_options(${target} PRIVATE ${FLASHATTN_CPU_KERNEL_FLAGS} ${FLASHATTN_CPU_FLAGS_${isa}})
@@ -59,9 +55,8 @@ function(flashattn_add_cpu_isas objects_var isas_var)
     set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON
                                                CXX_VISIBILITY_PRESET hidden
                                                INTERPROCEDURAL_OPTIMIZATION OFF)
-    target_compile_definitions(flashattn_cpu_isas INTERFACE FLASHATTN_HAVE_CPU_ISA_${isa}=1)
-    list(APPEND objects $<TARGET_OBJECTS:${target}>)
+    target_sources(${library} PRIVATE $<TARGET_OBJECTS:${target}>)
+    target_compile_definitions(${library} PRIVATE FLASHATTN_HAVE_CPU_ISA_${isa}=1)
   endforeach()
-  set(${objects_var} "${objects}" PARENT_SCOPE)
-  set(${isas_var} "${isas}" PARENT_SCOPE)
+  set(flashattn_cpu_isas "${isas}" PARENT_SCOPE)
 endfunction()
