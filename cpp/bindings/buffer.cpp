@@ -1,0 +1,62 @@
+// _core.Buffer: an uninitialised block of memory with a chosen alignment, exported through the
+// buffer protocol so that numpy.ndarray(shape, dtype, buffer) is the only step left. numpy itself
+// promises 16 bytes; kernels like 64, and Metal adopts whole pages without a copy.
+#include "buffer.h"
+
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace flashattn::python {
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr std::size_t kVectorAlignment = 64;  // bytes: a cache line, and the widest vector
+
+std::size_t page_size() {
+  static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+class Buffer {
+ public:
+  // Page-aligned blocks also end at a page's end, which is what Metal asks for.
+  Buffer(std::size_t bytes, bool page_aligned) : bytes_(bytes) {
+    const std::size_t alignment = page_aligned ? page_size() : kVectorAlignment;
+    const std::size_t rounded = (bytes / alignment + 1) * alignment;
+    if (rounded < bytes || posix_memalign(&data_, alignment, rounded) != 0) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  void* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_;
+};
+
+int export_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Buffer* buffer = nb::inst_ptr<Buffer>(self);
+  return PyBuffer_FillInfo(view, self, buffer->data(), static_cast<Py_ssize_t>(buffer->bytes()),
+                           /*readonly=*/0, flags);
+}
+
+PyType_Slot kBufferSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&export_buffer)},
+                              {0, nullptr}};
+
+}  // namespace
+
+void bind_buffer(nb::module_& module) {
+  nb::class_<Buffer>(module, "Buffer", nb::type_slots(kBufferSlots),
+                     "Uninitialised memory, aligned to 64 bytes or to a page.")
+      .def(nb::init<std::size_t, bool>(), nb::arg("bytes"), nb::arg("page_aligned"));
+}
+
+}  // namespace flashattn::python

@@ -1,0 +1,41 @@
+// The Python module flashattn._core: errors mapped to Python's, and each part bound by its own
+// file. It is private: the public names, their documentation and their defaults are in
+// python/flashattn.
+#include <nanobind/nanobind.h>
+
+#include <exception>
+
+#include "buffer.h"
+#include "calls.h"
+#include "flashattn/error.h"
+#include "machine.h"
+#include "ndarray.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const flashattn::InvalidArgument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const flashattn::InvalidType& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+  } catch (const flashattn::Unsupported& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+  } catch (const flashattn::DeviceError& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  module.doc() = "The compiled half of flashattn. Private: use the functions of the package.";
+  nb::register_exception_translator(&translate);
+  flashattn::python::bind_buffer(module);
+  flashattn::python::bind_arrays(module);
+  flashattn::python::bind_calls(module);
+  flashattn::python::bind_machine(module);
+}

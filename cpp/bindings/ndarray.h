@@ -1,0 +1,56 @@
+// Python arrays as TensorViews, without copies where the memory can be read in place.
+//
+// Anything that nanobind can import (DLPack, the buffer protocol) is accepted. torch tensors take
+// the C exchange API, which costs a thirtieth of `__dlpack__`. What cannot be imported as it is
+// goes once through flashattn._arrays.adapt, which explains the refusal or returns a usable array.
+// This file checks memory (device, alignment, element type), not shapes: those belong to
+// make_problem.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+
+#include "flashattn/tensor.h"
+
+namespace flashattn::python {
+
+namespace nb = nanobind;
+
+enum class Access : std::uint8_t { kRead, kWrite };
+
+// Where an argument stands, for error messages: "attention: query ...".
+struct ArgumentName {
+  const char* function;
+  const char* argument;
+};
+
+// One array argument for the duration of a call. Create and destroy it with the GIL held.
+class ArrayArgument {
+ public:
+  // None, or no object at all, gives the empty view.
+  ArrayArgument(ArgumentName name, nb::handle array, Access access = Access::kRead);
+
+  const TensorView& view() const { return view_; }
+
+ private:
+  bool import_in_place(ArgumentName name, nb::handle array, Access access);
+  bool import_torch(nb::handle array);
+  bool import_bfloat16(nb::handle array, Access access);
+  bool import_any(nb::handle array, Access access);
+  void import_adapted(ArgumentName name, nb::handle array, Access access);
+  void check_memory(ArgumentName name) const;
+
+  nb::ndarray<nb::ro> array_;  // what keeps an imported array's memory alive
+  nb::object adapted_;         // the array that adapt returned
+  nb::dlpack::dtype dtype_{};
+  TensorView view_;
+};
+
+// Bytes of input that had to be copied before any backend could read them.
+std::uint64_t copied_bytes(bool reset);
+
+void bind_arrays(nb::module_& module);
+
+}  // namespace flashattn::python
