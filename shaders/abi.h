@@ -1,6 +1,6 @@
-// The contract between the Metal host and the shaders: parameter structs, buffer slots, function-constant ids.
-// One file for both languages, so nothing is spelled twice. It holds plain data only, laid out alike by C++20
-// and MSL: 8-byte members first, no implicit padding.
+// The contract between the Metal host and the shaders: parameter structs, buffer slots,
+// function-constant ids. One file for both languages, so nothing is spelled twice. It holds plain
+// data only, laid out alike by C++20 and MSL: 8-byte members first, no implicit padding.
 #pragma once
 
 #if defined(__METAL_VERSION__)
@@ -15,7 +15,8 @@
 namespace flashattn::metal::abi {
 #endif
 
-// Where each argument of every kernel is bound. A kernel uses a subset; the slots never change their meaning.
+// Where each argument of every kernel is bound. A kernel uses a subset; the slots never change
+// their meaning.
 enum BufferSlot {
   kBufferQuery = 0,
   kBufferKey = 1,
@@ -54,8 +55,8 @@ struct ScalarStrides {
 };
 
 // Which keys the rows of one batch entry see: row i sees
-// [max(0, i + begin_offset), min(key_limit, i + end_offset)). The host clamps the offsets to +-2^30, which
-// changes nothing for lengths below 2^30 and keeps every sum in 32 bits.
+// [max(0, i + begin_offset), min(key_limit, i + end_offset)). The host clamps the offsets to
+// +-2^30, which changes nothing for lengths below 2^30 and keeps every sum in 32 bits.
 struct RowInterval {
   FLASHATTN_INT begin_offset;
   FLASHATTN_INT end_offset;

@@ -12,8 +12,9 @@ constant bool accumulate_dk [[function_constant(kConstantAccumulate)]];
 // Scores of the lane's key against a block of rows become score gradients in place.
 template <uint block_q>
 void key_row_gradient(threadgroup float* key_scores, threadgroup const float* key_dp,
-                      threadgroup const float* column_lse_log2, threadgroup const float* column_delta,
-                      uint first_row, Range rows, float scale_log2e, uint quarter) {
+                      threadgroup const float* column_lse_log2,
+                      threadgroup const float* column_delta, uint first_row, Range rows,
+                      float scale_log2e, uint quarter) {
   for (uint c = quarter; c < block_q; c += kLanesPerRow) {
     const int i = int(first_row + c);
     float ds = 0.0f;
@@ -27,24 +28,22 @@ void key_row_gradient(threadgroup float* key_scores, threadgroup const float* ke
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta: contiguous
 // (batch, query_heads, seqlen_q).
 template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_q>
-[[kernel]] void backward_dk(device const T* query [[buffer(kBufferQuery)]],
-                            device const T* key [[buffer(kBufferKey)]],
-                            device const T* value [[buffer(kBufferValue)]],
-                            device const float* lse [[buffer(kBufferLse)]],
-                            device const T* dout [[buffer(kBufferDout)]],
-                            device const float* delta [[buffer(kBufferDelta)]],
-                            device T* dk [[buffer(kBufferDk)]],
-                            device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
-                            constant AttentionParams& params [[buffer(kBufferParams)]],
-                            uint threadgroup_index [[threadgroup_position_in_grid]],
-                            uint thread_index [[thread_index_in_threadgroup]],
-                            uint lane [[thread_index_in_simdgroup]],
-                            uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel]] void backward_dk(
+    device const T* query [[buffer(kBufferQuery)]], device const T* key [[buffer(kBufferKey)]],
+    device const T* value [[buffer(kBufferValue)]], device const float* lse [[buffer(kBufferLse)]],
+    device const T* dout [[buffer(kBufferDout)]],
+    device const float* delta [[buffer(kBufferDelta)]], device T* dk [[buffer(kBufferDk)]],
+    device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
+    constant AttentionParams& params [[buffer(kBufferParams)]],
+    uint threadgroup_index [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = block_k / kFragment * kSimdWidth;
   constexpr uint query_stride = head_tile + kPadding;
   constexpr uint dout_stride = value_tile + kPadding;
   constexpr uint score_stride = block_q + kPadding;
-  threadgroup float arena[max3(block_q * (query_stride + dout_stride), block_k * head_tile, block_k * value_tile)];
+  threadgroup float arena[max3(block_q * (query_stride + dout_stride), block_k * head_tile,
+                               block_k * value_tile)];
   threadgroup float scores[block_k * score_stride];
   threadgroup float dp[block_k * score_stride];
   threadgroup float scratch[block_k / kFragment * kFragmentSize];
@@ -66,19 +65,22 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
-  const Range rows = rows_of_key(interval, params.seqlen_q, first_key + simdgroup * kFragment + at.row);
+  const Range rows =
+      rows_of_key(interval, params.seqlen_q, first_key + simdgroup * kFragment + at.row);
   const Range block_rows = rows_of_keys(interval, params.seqlen_q, first_key, block_k);
 
   simdgroup_float8x8 K[head_tile / kFragment];
   simdgroup_float8x8 V[value_tile / kFragment];
   simdgroup_float8x8 dK[head_tile / kFragment];
-  stage_rows<block_k, head_tile, threads>(arena, head_tile, row_pointer(key, params.key, b, kv_head, first_key),
+  stage_rows<block_k, head_tile, threads>(arena, head_tile,
+                                          row_pointer(key, params.key, b, kv_head, first_key),
                                           params.key, valid_keys, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(K, arena + simdgroup * kFragment * head_tile, head_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  stage_rows<block_k, value_tile, threads>(arena, value_tile, row_pointer(value, params.value, b, kv_head, first_key),
-                                           params.value, valid_keys, params.value_dim, thread_index);
+  stage_rows<block_k, value_tile, threads>(
+      arena, value_tile, row_pointer(value, params.value, b, kv_head, first_key), params.value,
+      valid_keys, params.value_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(V, arena + simdgroup * kFragment * value_tile, value_tile);
   fill_zero(dK);
@@ -87,14 +89,17 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup float* dO = arena + block_q * query_stride;
   for (uint g = 0; g < params.heads_per_kv; ++g) {
     const uint h = kv_head * params.heads_per_kv + g;
-    const FLASHATTN_INT64 delta_row = (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
-    for (uint i = uint(block_rows.begin) / block_q * block_q; int(i) < block_rows.end; i += block_q) {
+    const FLASHATTN_INT64 delta_row =
+        (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
+    for (uint i = uint(block_rows.begin) / block_q * block_q; int(i) < block_rows.end;
+         i += block_q) {
       const uint valid_rows = min(block_q, params.seqlen_q - i);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      const bool bad = stage_rows<block_q, head_tile, threads>(Q, query_stride,
-                                                               row_pointer(query, params.query, b, h, i), params.query,
-                                                               valid_rows, params.head_dim, thread_index);
-      stage_rows<block_q, value_tile, threads>(dO, dout_stride, row_pointer(dout, params.dout, b, h, i), params.dout,
+      const bool bad = stage_rows<block_q, head_tile, threads>(
+          Q, query_stride, row_pointer(query, params.query, b, h, i), params.query, valid_rows,
+          params.head_dim, thread_index);
+      stage_rows<block_q, value_tile, threads>(dO, dout_stride,
+                                               row_pointer(dout, params.dout, b, h, i), params.dout,
                                                valid_rows, params.value_dim, thread_index);
       if (thread_index < block_q) {
         const bool valid = thread_index < valid_rows;
@@ -114,16 +119,18 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
       multiply_transposed(S, V, dO, dout_stride);
       store_strip(S, own_dp, score_stride);
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      key_row_gradient<block_q>(own_scores + at.row * score_stride, own_dp + at.row * score_stride, column_lse_log2,
-                                column_delta, i, rows, params.scale_log2e, at.quarter);
+      key_row_gradient<block_q>(own_scores + at.row * score_stride, own_dp + at.row * score_stride,
+                                column_lse_log2, column_delta, i, rows, params.scale_log2e,
+                                at.quarter);
       if (poisoned == 0u) {
         simdgroup_barrier(mem_flags::mem_threadgroup);
         multiply_accumulate<block_q / kFragment>(dK, own_scores, score_stride, Q, query_stride);
       } else {
         const uint bits = visible_columns<block_q>(column_lse_log2, i, rows);
         if (at.quarter == 0) own_visible[at.row] = bits;
-        accumulate_selected<block_q / kFragment>(dK, own_scores, score_stride, Q, query_stride, own_visible,
-                                                 scratch + simdgroup * kFragmentSize, lane);
+        accumulate_selected<block_q / kFragment>(dK, own_scores, score_stride, Q, query_stride,
+                                                 own_visible, scratch + simdgroup * kFragmentSize,
+                                                 lane);
       }
     }
   }
@@ -132,6 +139,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(dK, arena + simdgroup * kFragment * head_tile, head_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_k, head_tile, threads>(row_pointer(dk, params.dk, b, kv_head, first_key), params.dk, arena,
-                                          head_tile, valid_keys, params.head_dim, accumulate_dk, thread_index);
+  write_rows<block_k, head_tile, threads>(row_pointer(dk, params.dk, b, kv_head, first_key),
+                                          params.dk, arena, head_tile, valid_keys, params.head_dim,
+                                          accumulate_dk, thread_index);
 }

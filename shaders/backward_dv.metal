@@ -1,5 +1,5 @@
-// Backward, key side: dV, one threadgroup per block_k keys of one key/value head. Separate from dK so that both
-// fit in registers; the price is that each recomputes the scores.
+// Backward, key side: dV, one threadgroup per block_k keys of one key/value head. Separate from dK
+// so that both fit in registers; the price is that each recomputes the scores.
 //
 //   for each query head of the group, for each block of block_q rows:
 //     S^T = K Q^T;  P^T = exp2(c S^T - L log2 e)      four lanes per key
@@ -10,8 +10,8 @@ constant bool accumulate_dv [[function_constant(kConstantAccumulate)]];
 
 // Scores of the lane's key against a block of rows become probabilities in place.
 template <uint block_q>
-void key_row_probabilities(threadgroup float* key_scores, threadgroup const float* column_lse_log2, uint first_row,
-                           Range rows, float scale_log2e, uint quarter) {
+void key_row_probabilities(threadgroup float* key_scores, threadgroup const float* column_lse_log2,
+                           uint first_row, Range rows, float scale_log2e, uint quarter) {
   for (uint c = quarter; c < block_q; c += kLanesPerRow) {
     const int i = int(first_row + c);
     float p = 0.0f;
@@ -39,7 +39,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   constexpr uint query_stride = head_tile + kPadding;
   constexpr uint dout_stride = value_tile + kPadding;
   constexpr uint score_stride = block_q + kPadding;
-  threadgroup float arena[max3(block_q * (query_stride + dout_stride), block_k * head_tile, block_k * value_tile)];
+  threadgroup float arena[max3(block_q * (query_stride + dout_stride), block_k * head_tile,
+                               block_k * value_tile)];
   threadgroup float scores[block_k * score_stride];
   threadgroup float scratch[block_k / kFragment * kFragmentSize];
   threadgroup float column_lse_log2[block_q];
@@ -58,12 +59,14 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
-  const Range rows = rows_of_key(interval, params.seqlen_q, first_key + simdgroup * kFragment + at.row);
+  const Range rows =
+      rows_of_key(interval, params.seqlen_q, first_key + simdgroup * kFragment + at.row);
   const Range block_rows = rows_of_keys(interval, params.seqlen_q, first_key, block_k);
 
   simdgroup_float8x8 K[head_tile / kFragment];
   simdgroup_float8x8 dV[value_tile / kFragment];
-  stage_rows<block_k, head_tile, threads>(arena, head_tile, row_pointer(key, params.key, b, kv_head, first_key),
+  stage_rows<block_k, head_tile, threads>(arena, head_tile,
+                                          row_pointer(key, params.key, b, kv_head, first_key),
                                           params.key, valid_keys, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(K, arena + simdgroup * kFragment * head_tile, head_tile);
@@ -73,17 +76,21 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup float* dO = arena + block_q * query_stride;
   for (uint g = 0; g < params.heads_per_kv; ++g) {
     const uint h = kv_head * params.heads_per_kv + g;
-    for (uint i = uint(block_rows.begin) / block_q * block_q; int(i) < block_rows.end; i += block_q) {
+    for (uint i = uint(block_rows.begin) / block_q * block_q; int(i) < block_rows.end;
+         i += block_q) {
       const uint valid_rows = min(block_q, params.seqlen_q - i);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_rows<block_q, head_tile, threads>(Q, query_stride, row_pointer(query, params.query, b, h, i), params.query,
-                                              valid_rows, params.head_dim, thread_index);
+      stage_rows<block_q, head_tile, threads>(
+          Q, query_stride, row_pointer(query, params.query, b, h, i), params.query, valid_rows,
+          params.head_dim, thread_index);
       const bool bad = stage_rows<block_q, value_tile, threads>(
-          dO, dout_stride, row_pointer(dout, params.dout, b, h, i), params.dout, valid_rows, params.value_dim,
-          thread_index);
+          dO, dout_stride, row_pointer(dout, params.dout, b, h, i), params.dout, valid_rows,
+          params.value_dim, thread_index);
       if (thread_index < block_q) {
         column_lse_log2[thread_index] =
-            thread_index < valid_rows ? lse[scalar_index(params.lse, b, h, i + thread_index)] * M_LOG2E_F : 0.0f;
+            thread_index < valid_rows
+                ? lse[scalar_index(params.lse, b, h, i + thread_index)] * M_LOG2E_F
+                : 0.0f;
       }
       const bool any_bad = simd_any(bad);
       if (lane == 0) non_finite[simdgroup] = any_bad ? 1u : 0u;
@@ -103,8 +110,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
       } else {
         const uint bits = visible_columns<block_q>(column_lse_log2, i, rows);
         if (at.quarter == 0) own_visible[at.row] = bits;
-        accumulate_selected<block_q / kFragment>(dV, own_scores, score_stride, dO, dout_stride, own_visible,
-                                                 scratch + simdgroup * kFragmentSize, lane);
+        accumulate_selected<block_q / kFragment>(dV, own_scores, score_stride, dO, dout_stride,
+                                                 own_visible, scratch + simdgroup * kFragmentSize,
+                                                 lane);
       }
     }
   }
@@ -112,6 +120,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(dV, arena + simdgroup * kFragment * value_tile, value_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_k, value_tile, threads>(row_pointer(dv, params.dv, b, kv_head, first_key), params.dv, arena,
-                                           value_tile, valid_keys, params.value_dim, accumulate_dv, thread_index);
+  write_rows<block_k, value_tile, threads>(row_pointer(dv, params.dv, b, kv_head, first_key),
+                                           params.dv, arena, value_tile, valid_keys,
+                                           params.value_dim, accumulate_dv, thread_index);
 }

@@ -1,10 +1,11 @@
-// delta = rowsum(dout * out) - dlse, one simdgroup per query row: what every score gradient of the row subtracts.
+// delta = rowsum(dout * out) - dlse, one simdgroup per query row: what every score gradient of the
+// row subtracts.
 #include "tile.h"
 
 constant bool has_dlse [[function_constant(kConstantHasDlse)]];
 
-// out, dout: (batch, row, head, dim) by params' strides; dlse: (batch, head, row); delta: contiguous
-// (batch, query_heads, seqlen_q).
+// out, dout: (batch, row, head, dim) by params' strides; dlse: (batch, head, row); delta:
+// contiguous (batch, query_heads, seqlen_q).
 template <typename T, uint rows>
 [[kernel]] void delta_rows(device const T* out [[buffer(kBufferOut)]],
                            device const T* dout [[buffer(kBufferDout)]],

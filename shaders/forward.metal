@@ -1,6 +1,7 @@
-// Forward: out = softmax(scale * Q K^T) V and its log-sum-exp, one threadgroup per block_q query rows of one head.
-// The `staged` design: K, V and the scores pass through threadgroup memory, so nothing depends on how a
-// fragment's elements are spread over lanes. It relies on tile.h; it does not know about masks or dropout.
+// Forward: out = softmax(scale * Q K^T) V and its log-sum-exp, one threadgroup per block_q query
+// rows of one head. The `staged` design: K, V and the scores pass through threadgroup memory, so
+// nothing depends on how a fragment's elements are spread over lanes. It relies on tile.h; it does
+// not know about masks or dropout.
 //
 //   for each block of block_k keys:
 //     S = Q K^T                                   fragments, 8 rows per simdgroup
@@ -10,11 +11,11 @@
 //   O = diag(1 / l) O;  L = (m + log2 l) ln 2
 #include "tile.h"
 
-// Scores of the lane's row become probabilities in place; returns the factor of what was summed before.
-// row_max and row_sum are the running m and l of the row, the same in its four lanes.
+// Scores of the lane's row become probabilities in place; returns the factor of what was summed
+// before. row_max and row_sum are the running m and l of the row, the same in its four lanes.
 template <uint block_k>
-float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, float scale_log2e, uint quarter,
-                   thread float& row_max, thread float& row_sum) {
+float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, float scale_log2e,
+                   uint quarter, thread float& row_max, thread float& row_sum) {
   float block_max = row_max;
   for (uint c = quarter; c < block_k; c += kLanesPerRow) {
     const int j = int(first_key + c);
@@ -52,8 +53,10 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   constexpr uint key_stride = head_tile + kPadding;
   constexpr uint value_stride = value_tile + kPadding;
   constexpr uint score_stride = block_k + kPadding;
-  // One arena: first Q, then a K and a V tile per block, at last the output on its way to device memory.
-  threadgroup float arena[max3(block_k * (key_stride + value_stride), block_q * head_tile, block_q * value_tile)];
+  // One arena: first Q, then a K and a V tile per block, at last the output on its way to device
+  // memory.
+  threadgroup float
+      arena[max3(block_k * (key_stride + value_stride), block_q * head_tile, block_q * value_tile)];
   threadgroup float scores[block_q * score_stride];
   threadgroup float scratch[block_q / kFragment * kFragmentSize];
   threadgroup uint visible[block_q];
@@ -74,12 +77,14 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
-  const Range keys = keys_of_row(interval, params.seqlen_q, first_row + simdgroup * kFragment + at.row);
+  const Range keys =
+      keys_of_row(interval, params.seqlen_q, first_row + simdgroup * kFragment + at.row);
   const Range block_keys = keys_of_rows(interval, params.seqlen_q, first_row, block_q);
 
   simdgroup_float8x8 Q[head_tile / kFragment];
   simdgroup_float8x8 O[value_tile / kFragment];
-  stage_rows<block_q, head_tile, threads>(arena, head_tile, row_pointer(query, params.query, b, h, first_row),
+  stage_rows<block_q, head_tile, threads>(arena, head_tile,
+                                          row_pointer(query, params.query, b, h, first_row),
                                           params.query, valid_rows, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(Q, arena + simdgroup * kFragment * head_tile, head_tile);
@@ -92,7 +97,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   for (uint j = uint(block_keys.begin) / block_k * block_k; int(j) < block_keys.end; j += block_k) {
     const uint valid_keys = min(block_k, uint(interval.key_limit) - j);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_rows<block_k, head_tile, threads>(K, key_stride, row_pointer(key, params.key, b, kv_head, j), params.key,
+    stage_rows<block_k, head_tile, threads>(K, key_stride,
+                                            row_pointer(key, params.key, b, kv_head, j), params.key,
                                             valid_keys, params.head_dim, thread_index);
     const bool bad = stage_rows<block_k, value_tile, threads>(
         V, value_stride, row_pointer(value, params.value, b, kv_head, j), params.value, valid_keys,
@@ -107,15 +113,16 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     multiply_transposed(S, Q, K, key_stride);
     store_strip(S, own_scores, score_stride);
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    const float correction = softmax_step<block_k>(own_scores + at.row * score_stride, j, keys, params.scale_log2e,
-                                                   at.quarter, row_max, row_sum);
+    const float correction =
+        softmax_step<block_k>(own_scores + at.row * score_stride, j, keys, params.scale_log2e,
+                              at.quarter, row_max, row_sum);
     scale_rows(O, correction, own_scratch, lane);
     if (poisoned == 0u) {
       multiply_accumulate<block_k / kFragment>(O, own_scores, score_stride, V, value_stride);
     } else {
       if (at.quarter == 0) own_visible[at.row] = columns_in<block_k>(keys, j);
-      accumulate_selected<block_k / kFragment>(O, own_scores, score_stride, V, value_stride, own_visible,
-                                               own_scratch, lane);
+      accumulate_selected<block_k / kFragment>(O, own_scores, score_stride, V, value_stride,
+                                               own_visible, own_scratch, lane);
     }
   }
 
@@ -130,6 +137,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(O, arena + simdgroup * kFragment * value_tile, value_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_q, value_tile, threads>(row_pointer(out, params.out, b, h, first_row), params.out, arena,
-                                           value_tile, valid_rows, params.value_dim, false, thread_index);
+  write_rows<block_q, value_tile, threads>(row_pointer(out, params.out, b, h, first_row),
+                                           params.out, arena, value_tile, valid_rows,
+                                           params.value_dim, false, thread_index);
 }

@@ -1,5 +1,6 @@
 // Storage types of tensors in device memory and their exact conversions to and from float.
-// bfloat16 is read as its 16 bits: that needs no bfloat hardware or language version, and widening is a shift.
+// bfloat16 is read as its 16 bits: that needs no bfloat hardware or language version, and widening
+// is a shift.
 #pragma once
 
 #include <metal_stdlib>
@@ -13,9 +14,7 @@ inline float to_float(float x) { return x; }
 inline float to_float(half x) { return float(x); }
 inline float to_float(Bfloat16 x) { return as_type<float>(uint(x.bits) << 16); }
 
-inline bool is_finite_bits(float x) {
-  return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u;
-}
+inline bool is_finite_bits(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // Rounds to nearest even; a NaN stays a NaN.
 inline ushort round_to_bfloat16(float x) {

@@ -1,30 +1,29 @@
-// Tiles: the pieces every kernel is made of. A tile is a row-major block of float in threadgroup memory; a strip
-// is the 8 rows of it that one simdgroup owns, held as 8x8 fragments. Nothing here assumes how a fragment's
-// elements are spread over lanes: elementwise work on fragments only ever combines equal positions.
+// Tiles: the pieces every kernel is made of. A tile is a row-major block of float in threadgroup
+// memory; a strip is the 8 rows of it that one simdgroup owns, held as 8x8 fragments. Nothing here
+// assumes how a fragment's elements are spread over lanes: elementwise work on fragments only ever
+// combines equal positions.
 #pragma once
+
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 
 #include "abi.h"
 #include "storage.h"
 #include "visibility.h"
 
-#include <metal_simdgroup_matrix>
-#include <metal_stdlib>
-
 using namespace metal;
 
-// Enumerators rather than program-scope constants: the latter live in the constant address space, which
-// keeps loops over them from unrolling and spills every fragment.
+// Enumerators rather than program-scope constants: the latter live in the constant address space,
+// which keeps loops over them from unrolling and spills every fragment.
 enum : uint {
-  kFragment = 8,                     // rows and columns of one simdgroup matrix
-  kSimdWidth = 32,                   // lanes of a simdgroup
-  kLanesPerRow = 4,                  // lanes that share one row of a strip in elementwise work
-  kPadding = 4,                      // floats after each tile row, against bank conflicts
+  kFragment = 8,     // rows and columns of one simdgroup matrix
+  kSimdWidth = 32,   // lanes of a simdgroup
+  kLanesPerRow = 4,  // lanes that share one row of a strip in elementwise work
+  kPadding = 4,      // floats after each tile row, against bank conflicts
   kFragmentSize = kFragment * kFragment,
 };
 
-constexpr uint max3(uint a, uint b, uint c) {
-  return a > b ? (a > c ? a : c) : (b > c ? b : c);
-}
+constexpr uint max3(uint a, uint b, uint c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
 
 // Which row of its strip a lane works on, and which of the row's four lanes it is.
 struct LaneRow {
@@ -39,11 +38,12 @@ inline LaneRow lane_row(uint lane) {
   return at;
 }
 
-// Copies `valid_rows` rows of `dim` elements into a tile of `rows` x `columns`, zero outside. `source` points
-// at the first row's first element. Returns whether this thread met a value that is not finite.
+// Copies `valid_rows` rows of `dim` elements into a tile of `rows` x `columns`, zero outside.
+// `source` points at the first row's first element. Returns whether this thread met a value that is
+// not finite.
 template <uint rows, uint columns, uint threads, typename T>
-bool stage_rows(threadgroup float* tile, uint tile_stride, device const T* source, TensorStrides strides,
-                uint valid_rows, uint dim, uint thread_index) {
+bool stage_rows(threadgroup float* tile, uint tile_stride, device const T* source,
+                TensorStrides strides, uint valid_rows, uint dim, uint thread_index) {
   bool non_finite = false;
   for (uint e = thread_index; e < rows * columns; e += threads) {
     const uint r = e / columns;
@@ -60,8 +60,8 @@ bool stage_rows(threadgroup float* tile, uint tile_stride, device const T* sourc
 
 // Writes `valid_rows` rows of `dim` elements of a tile to `target`, or adds them to it.
 template <uint rows, uint columns, uint threads, typename T>
-void write_rows(device T* target, TensorStrides strides, threadgroup const float* tile, uint tile_stride,
-                uint valid_rows, uint dim, bool accumulate, uint thread_index) {
+void write_rows(device T* target, TensorStrides strides, threadgroup const float* tile,
+                uint tile_stride, uint valid_rows, uint dim, bool accumulate, uint thread_index) {
   for (uint e = thread_index; e < rows * columns; e += threads) {
     const uint r = e / columns;
     const uint d = e % columns;
@@ -93,29 +93,32 @@ void fill_zero(thread simdgroup_float8x8 (&fragments)[count]) {
 
 // Loads a strip of `count` fragments side by side.
 template <uint count>
-void load_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup const float* strip, uint stride) {
+void load_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup const float* strip,
+                uint stride) {
 #pragma clang loop unroll(full)
   for (uint f = 0; f < count; ++f) simdgroup_load(fragments[f], strip + f * kFragment, stride);
 }
 
 template <uint count>
-void store_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup float* strip, uint stride) {
+void store_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup float* strip,
+                 uint stride) {
 #pragma clang loop unroll(full)
   for (uint f = 0; f < count; ++f) simdgroup_store(fragments[f], strip + f * kFragment, stride);
 }
 
 // product = strip (8 x 8 inner) * tile^T: the scores of 8 rows against the tile's rows.
 template <uint inner, uint columns>
-void multiply_transposed(thread simdgroup_float8x8 (&product)[columns], thread simdgroup_float8x8 (&strip)[inner],
-                         threadgroup const float* tile, uint tile_stride) {
+void multiply_transposed(thread simdgroup_float8x8 (&product)[columns],
+                         thread simdgroup_float8x8 (&strip)[inner], threadgroup const float* tile,
+                         uint tile_stride) {
   fill_zero(product);
 #pragma clang loop unroll(full)
   for (uint d = 0; d < inner; ++d) {
 #pragma clang loop unroll(full)
     for (uint j = 0; j < columns; ++j) {
       simdgroup_float8x8 transposed;
-      simdgroup_load(transposed, tile + j * kFragment * tile_stride + d * kFragment, tile_stride, ulong2(0, 0),
-                     true);
+      simdgroup_load(transposed, tile + j * kFragment * tile_stride + d * kFragment, tile_stride,
+                     ulong2(0, 0), true);
       simdgroup_multiply_accumulate(product[j], strip[d], transposed, product[j]);
     }
   }
@@ -123,8 +126,9 @@ void multiply_transposed(thread simdgroup_float8x8 (&product)[columns], thread s
 
 // sum += weights (8 rows, stored in threadgroup memory) * tile.
 template <uint inner, uint columns>
-void multiply_accumulate(thread simdgroup_float8x8 (&sum)[columns], threadgroup const float* weights,
-                         uint weights_stride, threadgroup const float* tile, uint tile_stride) {
+void multiply_accumulate(thread simdgroup_float8x8 (&sum)[columns],
+                         threadgroup const float* weights, uint weights_stride,
+                         threadgroup const float* tile, uint tile_stride) {
 #pragma clang loop unroll(full)
   for (uint j = 0; j < inner; ++j) {
     simdgroup_float8x8 weight;
@@ -138,12 +142,14 @@ void multiply_accumulate(thread simdgroup_float8x8 (&sum)[columns], threadgroup 
   }
 }
 
-// The same sum for a tile with values that are not finite: a weight of 0 times such a value would poison a row
-// that may not see it, so excluded columns are skipped. Bit c of visible[r] tells whether row r sees column c.
-// Plain lane arithmetic; the strip's contribution goes through `scratch`, one 8x8 tile of this simdgroup.
+// The same sum for a tile with values that are not finite: a weight of 0 times such a value would
+// poison a row that may not see it, so excluded columns are skipped. Bit c of visible[r] tells
+// whether row r sees column c. Plain lane arithmetic; the strip's contribution goes through
+// `scratch`, one 8x8 tile of this simdgroup.
 template <uint inner, uint columns>
-void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns], threadgroup const float* weights,
-                         uint weights_stride, threadgroup const float* tile, uint tile_stride,
+void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns],
+                         threadgroup const float* weights, uint weights_stride,
+                         threadgroup const float* tile, uint tile_stride,
                          threadgroup const uint* visible, threadgroup float* scratch, uint lane) {
   const LaneRow at = lane_row(lane);
 #pragma clang loop unroll(full)
@@ -166,11 +172,12 @@ void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns], threadgroup 
   }
 }
 
-// Multiplies each row of a strip by its lane's factor. The factors go through an 8x8 tile whose columns are all
-// alike and are applied elementwise: a diagonal matrix product would turn one row's NaN into eight.
+// Multiplies each row of a strip by its lane's factor. The factors go through an 8x8 tile whose
+// columns are all alike and are applied elementwise: a diagonal matrix product would turn one row's
+// NaN into eight.
 template <uint columns>
-void scale_rows(thread simdgroup_float8x8 (&strip)[columns], float factor, threadgroup float* scratch,
-                uint lane) {
+void scale_rows(thread simdgroup_float8x8 (&strip)[columns], float factor,
+                threadgroup float* scratch, uint lane) {
   const LaneRow at = lane_row(lane);
   simdgroup_barrier(mem_flags::mem_threadgroup);
   scratch[at.row * kFragment + at.quarter] = factor;

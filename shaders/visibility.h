@@ -1,10 +1,11 @@
-// Which keys a query row sees and which query rows see a key: the shader side of cpp/src/core/visibility.h.
-// The host has reduced causal masks, windows, key lengths and offsets to one RowInterval per batch entry.
+// Which keys a query row sees and which query rows see a key: the shader side of
+// cpp/src/core/visibility.h. The host has reduced causal masks, windows, key lengths and offsets to
+// one RowInterval per batch entry.
 #pragma once
 
-#include "abi.h"
-
 #include <metal_stdlib>
+
+#include "abi.h"
 
 // Half-open range of keys or rows.
 struct Range {
@@ -24,11 +25,14 @@ inline Range keys_of_row(RowInterval interval, uint seqlen_q, uint i) {
 inline Range rows_of_key(RowInterval interval, uint seqlen_q, uint j) {
   Range range;
   range.begin = metal::max(0, int(j) - interval.end_offset + 1);
-  range.end = int(j) < interval.key_limit ? metal::min(int(seqlen_q), int(j) - interval.begin_offset + 1) : 0;
+  range.end = int(j) < interval.key_limit
+                  ? metal::min(int(seqlen_q), int(j) - interval.begin_offset + 1)
+                  : 0;
   return range;
 }
 
-// Keys that some row of [first, first + count) sees: what a query block visits. The ends rise with the row.
+// Keys that some row of [first, first + count) sees: what a query block visits. The ends rise with
+// the row.
 inline Range keys_of_rows(RowInterval interval, uint seqlen_q, uint first, uint count) {
   const uint last = metal::min(first + count, seqlen_q) - 1;
   Range range;

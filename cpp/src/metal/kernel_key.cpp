@@ -1,0 +1,109 @@
+// Names, instantiation lines and sizes of kernels; see kernel_key.h. The sizes mirror the
+// declarations at the top of each kernel in shaders/, and the simulated device's tests hold them
+// against the compiled kernels.
+#include "metal/kernel_key.h"
+
+#include <algorithm>
+
+#include "shaders/abi.h"
+
+namespace flashattn::metal {
+
+namespace {
+
+constexpr int kSimdWidth = 32;
+constexpr int kFragment = 8;
+constexpr int kPadding = 4;  // floats after each tile row
+
+std::string storage_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return "half";
+    case DType::kBFloat16:
+      return "Bfloat16";
+    default:
+      return "float";
+  }
+}
+
+std::string function_template(KernelKind kind) {
+  return kind == KernelKind::kDelta ? "delta_rows" : shader_file(kind);
+}
+
+bool is_backward_product(KernelKind kind) {
+  return kind == KernelKind::kBackwardDq || kind == KernelKind::kBackwardDv ||
+         kind == KernelKind::kBackwardDk;
+}
+
+}  // namespace
+
+std::string shader_file(KernelKind kind) {
+  switch (kind) {
+    case KernelKind::kForward:
+      return "forward";
+    case KernelKind::kDelta:
+      return "delta";
+    case KernelKind::kBackwardDq:
+      return "backward_dq";
+    case KernelKind::kBackwardDv:
+      return "backward_dv";
+    case KernelKind::kBackwardDk:
+      return "backward_dk";
+  }
+  return "?";
+}
+
+std::string function_name(const KernelKey& key) {
+  std::string name = shader_file(key.kind) + "_" + std::string(dtype_name(key.dtype));
+  if (key.head_tile != 0) name += "_d" + std::to_string(key.head_tile);
+  if (key.value_tile != 0) name += "_v" + std::to_string(key.value_tile);
+  name += "_r" + std::to_string(key.block_rows);
+  if (key.block_columns != 0) name += "_c" + std::to_string(key.block_columns);
+  return name;
+}
+
+std::string instantiation(const KernelKey& key) {
+  std::string arguments = storage_type(key.dtype);
+  for (const int size : {key.head_tile, key.value_tile, key.block_rows, key.block_columns}) {
+    if (size != 0) arguments += ", " + std::to_string(size);
+  }
+  return "FLASHATTN_INSTANTIATE(\"" + function_name(key) + "\", " + function_template(key.kind) +
+         ", " + arguments + ")";
+}
+
+std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
+  if (key.kind == KernelKind::kDelta) return {{abi::kConstantHasDlse, key.has_dlse}};
+  if (is_backward_product(key.kind)) return {{abi::kConstantAccumulate, key.accumulate}};
+  return {};
+}
+
+std::string to_string(const KernelKey& key) {
+  std::string text = function_name(key);
+  if (key.accumulate) text += "+accumulate";
+  if (key.has_dlse) text += "+dlse";
+  return text;
+}
+
+int threads_per_threadgroup(const KernelKey& key) {
+  // delta gives a row to each simdgroup, the others give it eight.
+  const int rows = key.kind == KernelKind::kDelta ? 1 : kFragment;
+  return key.block_rows / rows * kSimdWidth;
+}
+
+std::int64_t threadgroup_memory(const KernelKey& key) {
+  if (key.kind == KernelKind::kDelta) return 0;
+  const int strips = key.block_rows / kFragment;
+  const int tiles = key.block_columns * (key.head_tile + key.value_tile + 2 * kPadding);
+  const int arena =
+      std::max({tiles, key.block_rows * key.head_tile, key.block_rows * key.value_tile});
+  const int scores = key.block_rows * (key.block_columns + kPadding);
+  const bool two_score_tiles =
+      key.kind == KernelKind::kBackwardDq || key.kind == KernelKind::kBackwardDk;
+  int floats = arena + scores * (two_score_tiles ? 2 : 1) + strips * kFragment * kFragment;
+  floats += key.block_rows + strips;  // visible, non_finite
+  if (key.kind == KernelKind::kBackwardDv) floats += key.block_columns;
+  if (key.kind == KernelKind::kBackwardDk) floats += 2 * key.block_columns;
+  return std::int64_t{4} * floats;
+}
+
+}  // namespace flashattn::metal

@@ -1,0 +1,57 @@
+// Schedule: a validated problem becomes a list of Dispatch values, the last thing that is plain
+// C++20. The device half only looks pipelines up, binds buffers and encodes. Golden texts of it are
+// tested everywhere.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/visibility.h"
+#include "flashattn/backend.h"
+#include "metal/device_facts.h"
+#include "metal/kernel_key.h"
+#include "shaders/abi.h"
+
+namespace flashattn::metal {
+
+// A buffer the dispatch uses. Each slot stands for one tensor of the call, a scratch table (delta)
+// or what the schedule itself holds (row intervals); the parameters travel with the dispatch.
+struct Binding {
+  abi::BufferSlot slot = abi::kBufferQuery;
+  bool written = false;
+
+  bool operator==(const Binding&) const = default;
+};
+
+// One grid of threadgroups of one kernel.
+struct Dispatch {
+  KernelKey key;
+  std::uint32_t threadgroups = 0;
+  int threads_per_threadgroup = 0;
+  abi::AttentionParams params{};
+  std::vector<Binding> bindings;
+  int command_buffer = 0;  // dispatches of equal number go into one; the numbers rise
+};
+
+struct Schedule {
+  std::vector<Dispatch> dispatches;
+  std::vector<abi::RowInterval> row_intervals;  // [batch]
+  std::int64_t delta_bytes = 0;                 // scratch for delta, 0 in the forward pass
+};
+
+// Whether the kernels can do the problem on such a device, and the first reason why not.
+Support supports(const AttentionProblem& problem, const DeviceFacts& facts);
+
+// The passes. Only strides are read from the tensors; `visibility` has one entry per batch entry.
+// The problem is supported and neither batch, query_heads nor seqlen_q is 0 (nor, for backward,
+// seqlen_k).
+Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
+                          const std::vector<Visibility>& visibility, const DeviceFacts& facts);
+Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& tensors,
+                           const std::vector<Visibility>& visibility, const DeviceFacts& facts);
+
+// One line per dispatch, for golden tests and logs.
+std::string to_string(const Schedule& schedule);
+
+}  // namespace flashattn::metal
