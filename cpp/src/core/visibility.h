@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "core/inline.h"
+
 namespace flashattn {
 
 // Far enough for "unlimited", small enough that sums of a few cannot overflow.
@@ -21,10 +23,7 @@ struct Interval {
 
 enum class TileVisibility : std::uint8_t { kNone, kMixed, kAll };
 
-// One batch entry's rule. A plain aggregate: kernels of every instruction set read it, so the
-// functions are force-inlined and leave no symbol behind.
-#define FLASHATTN_INLINE inline __attribute__((always_inline))
-
+// One batch entry's rule, a plain aggregate that kernels read.
 struct Visibility {
   std::int64_t seqlen_q = 0;
   std::int64_t key_limit = 0;  // keys at and past it do not exist
