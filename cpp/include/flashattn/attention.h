@@ -47,53 +47,56 @@ struct Dropout {
   double probability = 0.0;
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
-  std::optional<DropoutShard> shard;
+  std::optional<DropoutShard> shard{};
   bool operator==(const Dropout&) const = default;
 };
 
+// Every member below has an initialiser, so that designated initialisers may leave any out without a
+// warning.
+
 // Everything that is not an array. The defaults are plain attention.
 struct AttentionOptions {
-  std::optional<float> scale;  // default head_dim^-1/2; zero and negative are allowed
+  std::optional<float> scale{};  // default head_dim^-1/2; zero and negative are allowed
   Causal causal = Causal::kNone;
   Window window{};
   float softcap = 0.0F;  // 0 is off
   Dropout dropout{};
   // Global position of row 0 / key 0; without q_offset rows are aligned as `causal` says.
-  std::optional<std::int64_t> q_offset;
+  std::optional<std::int64_t> q_offset{};
   std::int64_t k_offset = 0;
-  std::string backend;  // empty: the first backend that supports the problem
+  std::string backend{};  // empty: the first backend that supports the problem
 };
 
 // The arrays that go in. All but the first three are optional (rank 0 when absent).
 struct AttentionInputs {
-  TensorView query;
-  TensorView key;
-  TensorView value;
-  TensorView mask;  // bool or floating, broadcastable to (batch, query_heads, seqlen_q, seqlen_k)
-  TensorView alibi_slopes;  // float32 (query_heads) or (batch, query_heads)
-  TensorView sinks;         // float32 (query_heads): one extra logit per head
-  TensorView q_offsets;     // int32 or int64 (batch): AttentionOptions::q_offset per batch entry
-  TensorView kv_lengths;    // int32 or int64 (batch): keys at and past the length do not exist
+  TensorView query{};
+  TensorView key{};
+  TensorView value{};
+  TensorView mask{};  // bool or floating, broadcastable to (batch, query_heads, seqlen_q, seqlen_k)
+  TensorView alibi_slopes{};  // float32 (query_heads) or (batch, query_heads)
+  TensorView sinks{};         // float32 (query_heads): one extra logit per head
+  TensorView q_offsets{};     // int32 or int64 (batch): AttentionOptions::q_offset per batch entry
+  TensorView kv_lengths{};    // int32 or int64 (batch): keys at and past the length do not exist
 };
 
 struct ForwardTensors {
-  AttentionInputs inputs;
-  TensorView out;
-  TensorView lse;  // natural log; -inf for a row that sees no key
+  AttentionInputs inputs{};
+  TensorView out{};
+  TensorView lse{};  // natural log; -inf for a row that sees no key
 };
 
 struct BackwardTensors {
-  AttentionInputs inputs;
-  TensorView out;
-  TensorView lse;
-  TensorView dout;
-  TensorView dlse;  // optional: the gradient of lse
-  TensorView dq;
-  TensorView dk;
-  TensorView dv;
-  TensorView dmask;          // needed when its input is given and its gradient is wanted
-  TensorView dalibi_slopes;  // likewise
-  TensorView dsinks;         // likewise
+  AttentionInputs inputs{};
+  TensorView out{};
+  TensorView lse{};
+  TensorView dout{};
+  TensorView dlse{};  // optional: the gradient of lse
+  TensorView dq{};
+  TensorView dk{};
+  TensorView dv{};
+  TensorView dmask{};          // needed when its input is given and its gradient is wanted
+  TensorView dalibi_slopes{};  // likewise
+  TensorView dsinks{};         // likewise
 };
 
 // Writes out and lse. Throws InvalidArgument, InvalidType, Unsupported or DeviceError (error.h).
