@@ -1,0 +1,40 @@
+// MTLBuffer: memory of its own behind guard pages, or the caller's pages
+// (newBufferWithBytesNoCopy).
+#pragma once
+
+#include <Metal/Metal.hpp>
+#include <cstddef>
+
+#include "objc/object.h"
+
+namespace simulated {
+
+constexpr std::size_t kPageSize =
+    16384;  // of Apple silicon, whatever the machine has that simulates it
+constexpr std::size_t kMaxBufferLength = std::size_t{8} << 30;
+
+using Deallocator = void (^)(void* pointer, NS::UInteger length);
+
+class Buffer : public Object {
+ public:
+  // Fresh memory filled with NaN patterns: Metal promises no zeros.
+  static Buffer* with_length(std::size_t length);
+  static Buffer* with_copy_of(const void* bytes, std::size_t length);
+  // Null, and a line on stderr, when pointer or length is no multiple of the page size.
+  static Buffer* without_copy(void* pointer, std::size_t length, Deallocator deallocator);
+  ~Buffer() override;
+
+  std::byte* contents() const { return contents_; }
+  std::size_t length() const { return length_; }
+
+ private:
+  Buffer() : Object("MTLBuffer") {}
+
+  std::byte* contents_ = nullptr;
+  std::size_t length_ = 0;   // bytes
+  void* mapping_ = nullptr;  // null for the caller's memory
+  std::size_t mapping_length_ = 0;
+  const void* deallocator_ = nullptr;  // a heap block
+};
+
+}  // namespace simulated

@@ -1,0 +1,21 @@
+// Planting a GPU fault, so that tests can see what the host makes of one. Exported from the module
+// for ctypes.
+#pragma once
+
+#include <string>
+
+#include "objc/live_objects.h"
+
+extern "C" {
+
+// The next command buffer that runs fails with this text instead of running.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_fail_next(const char* text);
+
+}  // extern "C"
+
+namespace simulated {
+
+// The planted text, which is then gone; "" when none is planted.
+std::string take_planted_fault();
+
+}  // namespace simulated

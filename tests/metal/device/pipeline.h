@@ -1,0 +1,29 @@
+// MTLComputePipelineState and its descriptor.
+#pragma once
+
+#include <memory>
+
+#include "device/library.h"
+#include "objc/collections.h"
+#include "objc/string.h"
+
+namespace simulated {
+
+class PipelineDescriptor : public Object {
+ public:
+  PipelineDescriptor() : Object("MTLComputePipelineDescriptor") {}
+  Ref<Function> function;
+  Ref<Array> archives;  // of BinaryArchive
+};
+
+class PipelineState : public Object {
+ public:
+  explicit PipelineState(Function* function)
+      : Object("MTLComputePipelineState"), function_(Ref<Function>::retaining(function)) {}
+  const metal_sim::Kernel& kernel() const { return *function_->kernel(); }
+
+ private:
+  Ref<Function> function_;
+};
+
+}  // namespace simulated
