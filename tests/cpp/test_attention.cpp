@@ -1,0 +1,208 @@
+// forward and backward through the public API against the definition in float64, on the CPU
+// backend. The bound is the project's rule: twice the error (gradients: three times) that an
+// implementation without fusion makes in the same dtype, plus two roundings of a sum with 0.3.
+#include <boost/test/unit_test.hpp>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flashattn/attention.h"
+#include "flashattn/error.h"
+#include "naive.h"
+
+namespace {
+
+using flashattn::AttentionOptions;
+using flashattn::AttentionProblem;
+using flashattn::BackwardTensors;
+using flashattn::Causal;
+using flashattn::DType;
+using flashattn::ForwardTensors;
+using flashattn::testing::Array;
+using flashattn::testing::Call;
+using flashattn::testing::Naive;
+using flashattn::testing::NaiveResult;
+using flashattn::testing::Rounding;
+using flashattn::testing::Sizes;
+
+Rounding rounding_to(DType dtype) {
+  return [dtype](double value) {
+    const auto single = static_cast<float>(value);
+    if (dtype == DType::kFloat32) return static_cast<double>(single);
+    const bool half = dtype == DType::kFloat16;
+    return static_cast<double>(
+        half ? flashattn::float16_to_float(flashattn::float_to_float16(single))
+             : flashattn::bfloat16_to_float(flashattn::float_to_bfloat16(single)));
+  };
+}
+
+double distance(double a, double b) { return a == b ? 0.0 : std::fabs(a - b); }
+
+// got within factor * max|naive - oracle| + 2 max|(oracle + 0.3 - 0.3) - oracle|; NaN never is.
+void expect_close(const std::string& name, const Array& got, const std::vector<double>& oracle,
+                  const std::vector<double>& naive, double factor, const Rounding& round) {
+  double error = 0.0;
+  double naive_error = 0.0;
+  double rounding_error = 0.0;
+  bool not_a_number = false;
+  for (std::size_t i = 0; i < oracle.size(); ++i) {
+    const auto value = static_cast<double>(got.get(static_cast<std::int64_t>(i)));
+    not_a_number = not_a_number || std::isnan(value);
+    error = std::max(error, distance(value, oracle[i]));
+    naive_error = std::max(naive_error, distance(naive[i], oracle[i]));
+    if (std::isinf(oracle[i])) continue;
+    const double there_and_back = round(round(round(oracle[i]) + 0.3) - 0.3);
+    rounding_error = std::max(rounding_error, distance(there_and_back, oracle[i]));
+  }
+  BOOST_TEST(!not_a_number, name << " has a NaN");
+  BOOST_TEST(
+      error <= factor * naive_error + 2.0 * rounding_error,
+      name << ": error " << error << ", naive " << naive_error << ", rounding " << rounding_error);
+}
+
+struct Case {
+  std::string name;
+  Sizes sizes;
+  AttentionOptions options;
+  std::vector<std::int32_t> kv_lengths;
+};
+
+std::vector<Case> cases() {
+  const Sizes longer{.seqlen_q = 70, .seqlen_k = 150, .head_dim = 40, .value_dim = 24};
+  return {
+      {"plain", {}, {}, {}},
+      {"longer", longer, {}, {}},
+      {"causal", longer, {.causal = Causal::kBottomRight}, {}},
+      {"top_left", longer, {.causal = Causal::kTopLeft}, {}},
+      {"more rows than keys",
+       {.seqlen_q = 90, .seqlen_k = 33},
+       {.causal = Causal::kBottomRight},
+       {}},
+      {"window", longer, {.window = {.left = 20, .right = 5}}, {}},
+      {"offsets", longer, {.causal = Causal::kBottomRight, .q_offset = 100, .k_offset = 60}, {}},
+      {"lengths", longer, {.causal = Causal::kBottomRight}, {0, 77}},
+      {"one row", {.seqlen_q = 1, .seqlen_k = 300, .head_dim = 64, .value_dim = 64}, {}, {300, 5}},
+      {"dim 1",
+       {.seqlen_q = 5, .seqlen_k = 7, .head_dim = 1, .value_dim = 3},
+       {.scale = -0.5F},
+       {}},
+      {"wide",
+       {.batch = 1, .seqlen_q = 20, .seqlen_k = 40, .head_dim = 200, .value_dim = 256},
+       {},
+       {}},
+      {"no keys", {.seqlen_k = 0}, {}, {}},
+  };
+}
+
+void run_case(const Case& c, DType dtype) {
+  BOOST_TEST_CONTEXT(c.name << ' ' << dtype_name(dtype)) {
+    Call call(c.sizes, dtype);
+    std::vector<std::int32_t> lengths = c.kv_lengths;
+    ForwardTensors forward = call.forward_tensors();
+    BackwardTensors backward = call.backward_tensors();
+    if (!lengths.empty()) {
+      forward.inputs.kv_lengths =
+          flashattn::contiguous_view(lengths.data(), DType::kInt32, lengths.size());
+      backward.inputs.kv_lengths = forward.inputs.kv_lengths;
+    }
+    AttentionOptions options = c.options;
+    options.backend = "cpu";
+    flashattn::forward(forward, options);
+    flashattn::backward(backward, options);
+
+    const AttentionProblem problem = make_problem(forward, options);
+    const auto visibility = make_visibilities(problem, forward.inputs);
+    const Rounding exact = [](double value) { return value; };
+    const Rounding rounded = rounding_to(dtype);
+    const NaiveResult oracle = Naive(call, problem, visibility, exact).run();
+    const NaiveResult naive = Naive(call, problem, visibility, rounded).run();
+    expect_close("out", call.out, oracle.out, naive.out, 2.0, rounded);
+    expect_close("lse", call.lse, oracle.lse, naive.lse, 2.0, rounding_to(DType::kFloat32));
+    expect_close("dq", call.dq, oracle.dq, naive.dq, 3.0, rounded);
+    expect_close("dk", call.dk, oracle.dk, naive.dk, 3.0, rounded);
+    expect_close("dv", call.dv, oracle.dv, naive.dv, 3.0, rounded);
+  }
+}
+
+}  // namespace
+
+BOOST_AUTO_TEST_SUITE(attention)
+
+BOOST_AUTO_TEST_CASE(float32_matches_the_definition) {
+  for (const Case& c : cases()) run_case(c, DType::kFloat32);
+}
+
+BOOST_AUTO_TEST_CASE(float16_matches_the_definition) {
+  for (const Case& c : cases()) run_case(c, DType::kFloat16);
+}
+
+BOOST_AUTO_TEST_CASE(bfloat16_matches_the_definition) {
+  for (const Case& c : cases()) run_case(c, DType::kBFloat16);
+}
+
+BOOST_AUTO_TEST_CASE(a_batch_row_alone_has_the_bits_it_has_in_its_batch) {
+  const Sizes sizes{.batch = 3, .seqlen_q = 130, .seqlen_k = 200, .head_dim = 32, .value_dim = 32};
+  Call whole(sizes);
+  const AttentionOptions options{.causal = Causal::kBottomRight, .backend = "cpu"};
+  flashattn::forward(whole.forward_tensors(), options);
+  flashattn::backward(whole.backward_tensors(), options);
+
+  Sizes one = sizes;
+  one.batch = 1;
+  Call alone(one);
+  for (const auto& [from, to] : {std::pair{&whole.query, &alone.query},
+                                 {&whole.key, &alone.key},
+                                 {&whole.value, &alone.value},
+                                 {&whole.dout, &alone.dout},
+                                 {&whole.dlse, &alone.dlse}}) {
+    // The last batch entry, which other entries' work comes before.
+    for (std::int64_t i = 0; i < to->count(); ++i) to->set(i, from->get(2 * to->count() + i));
+  }
+  flashattn::forward(alone.forward_tensors(), options);
+  flashattn::backward(alone.backward_tensors(), options);
+  for (const auto& [from, to] : {std::pair{&whole.out, &alone.out},
+                                 {&whole.lse, &alone.lse},
+                                 {&whole.dq, &alone.dq},
+                                 {&whole.dk, &alone.dk},
+                                 {&whole.dv, &alone.dv}}) {
+    std::int64_t different = 0;
+    for (std::int64_t i = 0; i < to->count(); ++i) {
+      different += flashattn::bits_of_float(to->get(i)) !=
+                   flashattn::bits_of_float(from->get(2 * to->count() + i));
+    }
+    BOOST_TEST(different == 0);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(gradients_that_are_not_wanted_may_be_absent) {
+  Call all({.seqlen_q = 20, .seqlen_k = 30});
+  Call some({.seqlen_q = 20, .seqlen_k = 30});
+  const AttentionOptions options{.backend = "cpu"};
+  for (Call* call : {&all, &some}) flashattn::forward(call->forward_tensors(), options);
+  flashattn::backward(all.backward_tensors(), options);
+  for (const auto member : {&BackwardTensors::dq, &BackwardTensors::dk, &BackwardTensors::dv}) {
+    BackwardTensors tensors = some.backward_tensors();
+    tensors.*member = {};
+    flashattn::backward(tensors, options);
+  }
+  for (std::int64_t i = 0; i < all.dq.count(); ++i) BOOST_TEST(all.dq.get(i) == some.dq.get(i));
+  for (std::int64_t i = 0; i < all.dk.count(); ++i) BOOST_TEST(all.dk.get(i) == some.dk.get(i));
+  for (std::int64_t i = 0; i < all.dv.count(); ++i) BOOST_TEST(all.dv.get(i) == some.dv.get(i));
+}
+
+BOOST_AUTO_TEST_CASE(what_no_backend_can_do_is_refused_by_name) {
+  Call call;
+  const auto refusal = [&](const AttentionOptions& options) {
+    try {
+      flashattn::forward(call.forward_tensors(), options);
+    } catch (const flashattn::Unsupported& error) {
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  BOOST_TEST(refusal({.softcap = 30.0F}).find("softcap") != std::string::npos);
+  BOOST_TEST(refusal({.dropout = {.probability = 0.5}}).find("dropout") != std::string::npos);
+}
+
+BOOST_AUTO_TEST_SUITE_END()
