@@ -39,7 +39,7 @@ struct DecodeChunk {
   std::int64_t key_end = 0;
   std::int64_t kv_head_begin = 0;
   std::int64_t kv_head_end = 0;
-  DecodePartial partial;
+  DecodePartial partial{};
   float* scratch = nullptr;  // decode_scratch_floats(job)
 };
 
@@ -67,10 +67,11 @@ FLASHATTN_INLINE DecodePartial decode_partial_at(const AttentionJob& job, float*
   return {.acc = base, .max_log2 = max_log2, .sum = max_log2 + decode_rows(job)};
 }
 
-// Query rows of one kv head as float32, and a block of key or value rows for the strided path.
+// All query rows of a batch entry as float32, and a block of key and of value rows for the strided
+// path.
 FLASHATTN_INLINE std::int64_t decode_scratch_floats(const AttentionJob& job) {
-  const std::int64_t dim = job.head_dim > job.value_dim ? job.head_dim : job.value_dim;
-  return (job.heads_per_kv * job.seqlen_q + kDecodeBlockKeys) * decode_padded(dim);
+  return decode_rows(job) * decode_padded(job.head_dim) +
+         kDecodeBlockKeys * (decode_padded(job.head_dim) + decode_padded(job.value_dim));
 }
 
 struct DecodeKernels {

@@ -1,6 +1,7 @@
-// The plain structs that cross from the backend into the kernels of one instruction set. No standard-library
-// type with inline functions may appear here: such functions would be compiled with that instruction set and
-// could be the copy the linker keeps (the `nm` gate in tests/ checks it).
+// The plain structs that cross from the backend into the kernels of one instruction set. No
+// standard-library type with inline functions may appear here: such functions would be compiled
+// with that instruction set and could be the copy the linker keeps (the `nm` gate in tests/ checks
+// it).
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 
 namespace flashattn::cpu {
 
-// One 4-D tensor as (batch, head, row) -> row of `dim` elements. Strides are in elements and may be zero or
-// negative; dim_stride 1 is the fast case. data is null for a tensor that is absent.
+// One 4-D tensor as (batch, head, row) -> row of `dim` elements. Strides are in elements and may be
+// zero or negative; dim_stride 1 is the fast case. data is null for a tensor that is absent.
 struct RowTensor {
   void* data = nullptr;
   std::int64_t batch_stride = 0;
@@ -30,7 +31,8 @@ struct RowScalars {
 
 // Everything a forward, backward or decode kernel needs to know about the call.
 struct AttentionJob {
-  DType dtype = DType::kFloat32;  // of query, key, value, out and the gradients: float32, float16, bfloat16
+  // Of query, key, value, out and the gradients: float32, float16, bfloat16.
+  DType dtype = DType::kFloat32;
   std::int64_t batch = 0;
   std::int64_t query_heads = 0;
   std::int64_t kv_heads = 0;

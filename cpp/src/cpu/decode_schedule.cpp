@@ -1,0 +1,135 @@
+// Chunks of a batch entry cover only the keys that some row of it sees, so a short entry or a
+// window costs in proportion to what it sees. Each chunk has its own partial result, which is
+// merged in ascending order.
+#include "cpu/decode_schedule.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "cpu/decode_table.h"
+#include "cpu/scratch.h"
+
+namespace flashattn::cpu {
+namespace {
+
+// Query rows that share the keys of one head, above which the lane kernel is the faster one.
+constexpr std::int64_t kMaxDecodeRows = 16;
+
+// Keys and values of a task of this size take longer to read than a helper takes to wake up.
+constexpr std::int64_t kMinTaskBytes = std::int64_t{128} << 10;
+
+std::int64_t divide_up(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
+
+// The keys of one batch entry and its place in the numbering of chunks.
+struct Entry {
+  Interval keys;
+  std::int64_t first_chunk = 0;  // in the call
+  std::int64_t chunks = 0;
+
+  Interval chunk(std::int64_t index) const {
+    const std::int64_t begin = (keys.begin / kDecodeChunkKeys + index) * kDecodeChunkKeys;
+    return {std::max(keys.begin, begin), std::min(keys.end, begin + kDecodeChunkKeys)};
+  }
+};
+
+std::vector<Entry> entries_of(const AttentionJob& job) {
+  std::vector<Entry> entries(static_cast<std::size_t>(job.batch));
+  std::int64_t chunks = 0;
+  for (std::int64_t b = 0; b < job.batch; ++b) {
+    Entry& entry = entries[static_cast<std::size_t>(b)];
+    entry.keys = job.visibility[b].keys_of_rows(0, job.seqlen_q);
+    entry.first_chunk = chunks;
+    if (entry.keys.begin < entry.keys.end) {
+      entry.chunks =
+          divide_up(entry.keys.end, kDecodeChunkKeys) - entry.keys.begin / kDecodeChunkKeys;
+    }
+    chunks += entry.chunks;
+  }
+  return entries;
+}
+
+// Into how many groups the kv heads of a chunk are divided, to give every thread work. Heads are
+// independent, so the number changes no result and may depend on the threads; one group reads
+// memory best.
+std::int64_t head_groups(const AttentionJob& job, std::int64_t chunks, int threads) {
+  if (threads <= 1 || chunks == 0) return 1;
+  const std::int64_t item = static_cast<std::int64_t>(item_size(job.dtype));
+  const std::int64_t head_bytes = kDecodeChunkKeys * (job.head_dim + job.value_dim) * item;
+  const std::int64_t heads_per_task =
+      std::max<std::int64_t>(1, divide_up(kMinTaskBytes, head_bytes));
+  const std::int64_t wanted = divide_up(4 * std::int64_t{threads}, chunks);
+  return std::clamp<std::int64_t>(wanted, 1, divide_up(job.kv_heads, heads_per_task));
+}
+
+// Calls task(index) for [0, count) with `per_body` of them in one body, so that small tasks do not
+// wake anyone.
+template <class Task>
+void grouped_for(ThreadPool& pool, std::int64_t count, std::int64_t per_body, const Task& task) {
+  pool.parallel_for(divide_up(count, per_body), [&](std::int64_t body) {
+    const std::int64_t end = std::min(count, (body + 1) * per_body);
+    for (std::int64_t index = body * per_body; index < end; ++index) task(index);
+  });
+}
+
+}  // namespace
+
+bool prefers_decode(const AttentionJob& job) {
+  return job.seqlen_q * job.heads_per_kv <= kMaxDecodeRows;
+}
+
+void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
+  const std::vector<Entry> entries = entries_of(job);
+  const std::int64_t chunks = entries.back().first_chunk + entries.back().chunks;
+  const std::int64_t groups = head_groups(job, chunks, pool.threads());
+  const std::int64_t heads_per_group = divide_up(job.kv_heads, groups);
+  const std::int64_t partial_floats = decode_partial_floats(job);
+  const Workspace workspace(static_cast<std::size_t>(chunks * partial_floats) * sizeof(float));
+  float* partials = reinterpret_cast<float*>(workspace.data());
+
+  const std::int64_t item = static_cast<std::int64_t>(item_size(job.dtype));
+  const std::int64_t row_bytes = (job.head_dim + job.value_dim) * item;
+  std::int64_t keys = 0;
+  for (const Entry& entry : entries) keys += entry.keys.end - entry.keys.begin;
+  const std::int64_t tasks = chunks * groups;
+  const std::int64_t task_bytes =
+      tasks == 0 ? 1 : std::max<std::int64_t>(1, keys * job.kv_heads * row_bytes / tasks);
+  grouped_for(pool, tasks, divide_up(kMinTaskBytes, task_bytes), [&](std::int64_t task) {
+    const std::int64_t chunk = task / groups;
+    const std::int64_t group = task % groups;
+    const auto entry = std::prev(std::upper_bound(
+        entries.begin(), entries.end(), chunk,
+        [](std::int64_t index, const Entry& candidate) { return index < candidate.first_chunk; }));
+    const Interval range = entry->chunk(chunk - entry->first_chunk);
+    const std::int64_t head = group * heads_per_group;
+    const auto floats = static_cast<std::size_t>(decode_scratch_floats(job));
+    kernels.decode.chunk(
+        {.job = &job,
+         .batch = entry - entries.begin(),
+         .key_begin = range.begin,
+         .key_end = range.end,
+         .kv_head_begin = std::min(head, job.kv_heads),
+         .kv_head_end = std::min(head + heads_per_group, job.kv_heads),
+         .partial = decode_partial_at(job, partials + chunk * partial_floats),
+         .scratch = reinterpret_cast<float*>(thread_scratch(floats * sizeof(float)))});
+  });
+
+  // What a head's merge reads, and at least its output.
+  const std::int64_t merge_bytes =
+      job.seqlen_q * job.value_dim * 4 * (1 + chunks / std::max<std::int64_t>(1, job.batch));
+  grouped_for(pool, job.batch * job.query_heads, divide_up(kMinTaskBytes, merge_bytes),
+              [&](std::int64_t index) {
+                const std::int64_t b = index / job.query_heads;
+                const Entry& entry = entries[static_cast<std::size_t>(b)];
+                const auto floats = static_cast<std::size_t>(decode_padded(job.value_dim));
+                kernels.decode.merge(
+                    {.job = &job,
+                     .batch = b,
+                     .head = index % job.query_heads,
+                     .partials = partials + entry.first_chunk * partial_floats,
+                     .chunks = entry.chunks,
+                     .scratch = reinterpret_cast<float*>(thread_scratch(floats * sizeof(float)))});
+              });
+}
+
+}  // namespace flashattn::cpu

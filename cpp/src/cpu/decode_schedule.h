@@ -1,0 +1,19 @@
+// The order of work of a decode call: which chunks of keys there are, which tasks they make, and
+// the merge. Relies on the kernels of one instruction set (decode_table.h) and does no arithmetic
+// on tensors itself.
+#pragma once
+
+#include "cpu/job.h"
+#include "cpu/kernel_table.h"
+#include "cpu/thread_pool.h"
+
+namespace flashattn::cpu {
+
+// Whether decode computes this forward call, or the lane kernel of forward.h does. A function of
+// what one row's result may depend on: never of the batch, the number of keys or threads.
+bool prefers_decode(const AttentionJob& job);
+
+// Writes job.out and job.lse. Bitwise the same for any pool and any batch mates.
+void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool);
+
+}  // namespace flashattn::cpu
