@@ -30,7 +30,9 @@ class Naive:
     def __init__(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **opts: Any) -> None:
         self.options = reference.Options(**opts)
         self.round = rounder(np.asarray(query).dtype)
-        q, k, v = (np.asarray(x).astype(np.float32).transpose(0, 2, 1, 3) for x in (query, key, value))
+        q, k, v = (
+            np.asarray(x).astype(np.float32).transpose(0, 2, 1, 3) for x in (query, key, value)
+        )
         self.kv_heads = k.shape[1]
         group = q.shape[1] // max(self.kv_heads, 1)
         self.q, self.k, self.v = q, np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -60,16 +62,24 @@ class Naive:
                 visible = visible & mask
             else:
                 visible = visible & ~np.isneginf(mask.astype(np.float64))
-                s = rnd(s + np.where(np.isneginf(mask.astype(np.float64)), 0, mask).astype(np.float32))
+                s = rnd(
+                    s + np.where(np.isneginf(mask.astype(np.float64)), 0, mask).astype(np.float32)
+                )
         self.visible = np.broadcast_to(visible, s.shape)
         self.s = np.where(self.visible, s, np.float32(-np.inf))
         self.sinks = None
         if options.sinks is not None:
-            self.sinks = np.broadcast_to(np.asarray(options.sinks, np.float32), (batch, heads))[:, :, None, None]
+            self.sinks = np.broadcast_to(np.asarray(options.sinks, np.float32), (batch, heads))[
+                :, :, None, None
+            ]
         self.keep = np.ones_like(self.s)
         if options.dropout_p:
             self.keep = reference.dropout_mask(
-                self.s.shape, options.dropout_p, options.dropout_seed, options.dropout_offset, options.dropout_shard
+                self.s.shape,
+                options.dropout_p,
+                options.dropout_seed,
+                options.dropout_offset,
+                options.dropout_shard,
             ).astype(np.float32)
 
     def forward(self) -> tuple[Array, Array]:
@@ -84,7 +94,9 @@ class Naive:
             if self.sinks is not None:
                 total = total + np.exp(self.sinks - shift)
             self.p = self.round(np.where(self.visible, weights / total, np.float32(0)))
-            self.sink_p = None if self.sinks is None else (np.exp(self.sinks - shift) / total)[..., 0]
+            self.sink_p = (
+                None if self.sinks is None else (np.exp(self.sinks - shift) / total)[..., 0]
+            )
             self.lse = (shift + np.log(total))[..., 0]
             out = self.round(self.round(self.p * self.keep) @ self.v)
         return out.transpose(0, 2, 1, 3), self.lse
@@ -103,7 +115,9 @@ class Naive:
         dq = rnd(rnd(ds_score @ self.k) * self.scale)
         dk = rnd(ds_score.swapaxes(-1, -2) @ rnd(self.q * self.scale))
         grads = reference.Gradients(
-            dq.transpose(0, 2, 1, 3), self._collect(dk).transpose(0, 2, 1, 3), self._collect(dv).transpose(0, 2, 1, 3)
+            dq.transpose(0, 2, 1, 3),
+            self._collect(dk).transpose(0, 2, 1, 3),
+            self._collect(dv).transpose(0, 2, 1, 3),
         )
         options = self.options
         if options.mask is not None and np.asarray(options.mask).dtype != np.bool_:
@@ -117,7 +131,9 @@ class Naive:
 
     def _collect(self, x: Array) -> Array:
         batch, heads, rows, dim = x.shape
-        return self.round(x.reshape(batch, self.kv_heads, heads // max(self.kv_heads, 1), rows, dim).sum(axis=2))
+        return self.round(
+            x.reshape(batch, self.kv_heads, heads // max(self.kv_heads, 1), rows, dim).sum(axis=2)
+        )
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:

@@ -54,13 +54,16 @@ def random_units(index: NDArray[np.uint64], seed: int, offset: int = 0) -> NDArr
     counter = np.uint64(offset & 0xFFFFFFFFFFFFFFFF) + (index >> np.uint64(2))
     zero = np.zeros_like(counter)
     words = philox4x32(
-        (counter & _LOW, counter >> _HALF, zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+        (counter & _LOW, counter >> _HALF, zero, zero),
+        (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF),
     )
     word = np.choose((index & np.uint64(3)).astype(np.intp), words)
     return (word >> np.uint64(8)).astype(np.float64) * 2.0**-24
 
 
-def element_index(shape: tuple[int, int, int, int], shard: DropoutShard | None = None) -> NDArray[np.uint64]:
+def element_index(
+    shape: tuple[int, int, int, int], shard: DropoutShard | None = None
+) -> NDArray[np.uint64]:
     """Global index of every (batch, head, query, key) element of a call; `shape` is the call's own."""
     batch, heads, queries, keys = shape
     at = shard or DropoutShard(heads, 0, queries, 0, keys, 0)

@@ -17,9 +17,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from philox import DropoutShard, dropout_mask
 
-__all__ = ["DropoutShard", "Gradients", "Options", "Result", "alibi_slopes", "attention", "attention_backward",
-           "attention_kvcache", "attention_varlen", "attention_varlen_backward", "dropout_mask", "merge_attention",
-           "positions", "select_matmul", "visibility"]
+__all__ = [
+    "DropoutShard",
+    "Gradients",
+    "Options",
+    "Result",
+    "alibi_slopes",
+    "attention",
+    "attention_backward",
+    "attention_kvcache",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "dropout_mask",
+    "merge_attention",
+    "positions",
+    "select_matmul",
+    "visibility",
+]
 
 Array = NDArray[np.float64]
 
@@ -69,7 +83,9 @@ class Gradients:
     dsinks: Array | None = None
 
 
-def positions(batch: int, seqlen_q: int, seqlen_k: int, options: Options) -> tuple[NDArray, NDArray, NDArray]:
+def positions(
+    batch: int, seqlen_q: int, seqlen_k: int, options: Options
+) -> tuple[NDArray, NDArray, NDArray]:
     """Row positions (B, Tq), key positions (Tk,) and key counts (B,), all int64."""
     lengths = np.full(batch, seqlen_k, np.int64)
     if options.kv_lengths is not None:
@@ -90,7 +106,8 @@ def visibility(batch: int, seqlen_q: int, seqlen_k: int, options: Options) -> ND
     at, key = rows[:, None, :, None], keys[None, None, None, :]
     left, right = options.window
     visible = np.broadcast_to(
-        np.arange(seqlen_k)[None, None, None, :] < lengths[:, None, None, None], (batch, 1, seqlen_q, seqlen_k)
+        np.arange(seqlen_k)[None, None, None, :] < lengths[:, None, None, None],
+        (batch, 1, seqlen_q, seqlen_k),
     ).copy()
     if options.causal:
         visible &= key <= at
@@ -179,7 +196,11 @@ def attention(query: ArrayLike, key: ArrayLike, value: ArrayLike, **opts: Any) -
         keep = np.ones(full)
         if options.dropout_p != 0.0:
             keep = dropout_mask(
-                full, options.dropout_p, options.dropout_seed, options.dropout_offset, options.dropout_shard
+                full,
+                options.dropout_p,
+                options.dropout_seed,
+                options.dropout_offset,
+                options.dropout_shard,
             )
         out = select_matmul(p * keep, v, visible)
     return Result(out.transpose(0, 2, 1, 3), lse, p, visible, keep, capped, distance, sink_p, scale)
@@ -193,7 +214,12 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def attention_backward(
-    dout: ArrayLike, query: ArrayLike, key: ArrayLike, value: ArrayLike, dlse: ArrayLike | None = None, **opts: Any
+    dout: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    dlse: ArrayLike | None = None,
+    **opts: Any,
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) in closed form; see docs/math.md for the derivation."""
     options = Options(**opts)
@@ -240,7 +266,11 @@ def _sequence_options(opts: dict[str, Any], b: int) -> dict[str, Any]:
 
 
 def attention_varlen(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int],
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
     **opts: Any,
 ) -> tuple[Array, Array]:
     """Packed sequences, one after the other: out (total_q, H, Dv), lse (H, total_q)."""
@@ -256,8 +286,14 @@ def attention_varlen(
 
 
 def attention_varlen_backward(
-    dout: ArrayLike, query: ArrayLike, key: ArrayLike, value: ArrayLike, cu_seqlens_q: Sequence[int],
-    cu_seqlens_k: Sequence[int], dlse: ArrayLike | None = None, **opts: Any,
+    dout: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    dlse: ArrayLike | None = None,
+    **opts: Any,
 ) -> Gradients:
     """Gradients of attention_varlen; rows and keys outside every sequence get 0."""
     do, q, k, v = (np.asarray(x, np.float64) for x in (dout, query, key, value))
@@ -267,15 +303,27 @@ def attention_varlen_backward(
         keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         dl = None if dlse is None else np.asarray(dlse)[None, :, rows]
         part = attention_backward(
-            do[None, rows], q[None, rows], k[None, keys], v[None, keys], dl, **_sequence_options(opts, b)
+            do[None, rows],
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            dl,
+            **_sequence_options(opts, b),
         )
         grads.dq[rows], grads.dk[keys], grads.dv[keys] = part.dq[0], part.dk[0], part.dv[0]
     return grads
 
 
 def attention_kvcache(
-    query: ArrayLike, k_cache: ArrayLike, v_cache: ArrayLike, *, cache_seqlens: Sequence[int],
-    k: ArrayLike | None = None, v: ArrayLike | None = None, block_table: ArrayLike | None = None, **opts: Any,
+    query: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    *,
+    cache_seqlens: Sequence[int],
+    k: ArrayLike | None = None,
+    v: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
+    **opts: Any,
 ) -> tuple[Result, Array, Array]:
     """Appends k, v behind each entry's length, then attends; returns the result and the caches afterwards.
 
@@ -314,7 +362,10 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     with np.errstate(divide="ignore"):
         lse = shift + np.log(np.exp(parts - shift).sum(axis=0))
     weights = np.exp(parts - np.where(np.isneginf(lse), 0.0, lse))
-    out = sum(w.swapaxes(1, 2)[..., None] * np.asarray(x, np.float64) for w, x in zip(weights, outs, strict=True))
+    out = sum(
+        w.swapaxes(1, 2)[..., None] * np.asarray(x, np.float64)
+        for w, x in zip(weights, outs, strict=True)
+    )
     return np.asarray(out), lse
 
 

@@ -16,7 +16,15 @@ import reference
 from reference import DropoutShard
 
 # name -> options; every option alone, then combinations. B=2, H=4, Hkv=2, Tq=3, Tk=5, D=4, Dv=3.
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 4, "value_dim": 3}
+SHAPE = {
+    "batch": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "seqlen_q": 3,
+    "seqlen_k": 5,
+    "head_dim": 4,
+    "value_dim": 3,
+}
 _RNG = np.random.default_rng(7)
 _SLOPES = _RNG.uniform(0.05, 0.5, (2, 4))
 _MASK = _RNG.standard_normal((1, 4, 1, 5))
@@ -106,16 +114,23 @@ def test_gradients_match_finite_differences(name: str) -> None:
             continue
         x = np.asarray({**arrays, **opts}[argument], np.float64)
         numeric = _finite_difference(lambda moved, a=argument: loss({a: moved}), x)
-        np.testing.assert_allclose(analytic, numeric, rtol=1e-6, atol=2e-8, err_msg=f"{name}: {argument}")
+        np.testing.assert_allclose(
+            analytic, numeric, rtol=1e-6, atol=2e-8, err_msg=f"{name}: {argument}"
+        )
 
 
-@pytest.mark.parametrize("name", ["plain", "scale", "scale_negative", "causal_top_left", "mask_bool", "mask_additive"])
+@pytest.mark.parametrize(
+    "name", ["plain", "scale", "scale_negative", "causal_top_left", "mask_bool", "mask_additive"]
+)
 def test_agrees_with_torch_in_float64(name: str) -> None:
     torch = pytest.importorskip("torch")
     opts = dict(OPTIONS[name])
     arrays = _inputs(3)
     dout = np.random.default_rng(4).standard_normal((2, 3, 4, 3))
-    tensors = [torch.tensor(arrays[n].transpose(0, 2, 1, 3), requires_grad=True) for n in ("query", "key", "value")]
+    tensors = [
+        torch.tensor(arrays[n].transpose(0, 2, 1, 3), requires_grad=True)
+        for n in ("query", "key", "value")
+    ]
     mask = opts.get("mask")
     out = torch.nn.functional.scaled_dot_product_attention(
         *tensors,
@@ -143,7 +158,9 @@ def test_agrees_with_torch_in_float64(name: str) -> None:
          "4dfccaba 190a87f0 c47362ba b6b5242a"),
     ],
 )  # fmt: skip
-def test_philox_known_answers(rounds: int, counter: tuple[int, ...], key: tuple[int, int], words: str) -> None:
+def test_philox_known_answers(
+    rounds: int, counter: tuple[int, ...], key: tuple[int, int], words: str
+) -> None:
     got = philox.philox4x32(tuple(np.array([c], np.uint64) for c in counter), key, rounds)
     assert " ".join(f"{int(w[0]):08x}" for w in got) == words
 
@@ -180,7 +197,9 @@ def test_value_identity_returns_the_probabilities() -> None:
 def test_known_answers_of_causal() -> None:
     def run(seqlen_q: int, seqlen_k: int) -> reference.Result:
         value = np.arange(seqlen_k, dtype=float).reshape(1, -1, 1, 1)
-        return reference.attention(np.zeros((1, seqlen_q, 1, 1)), np.zeros((1, seqlen_k, 1, 1)), value, causal=True)
+        return reference.attention(
+            np.zeros((1, seqlen_q, 1, 1)), np.zeros((1, seqlen_k, 1, 1)), value, causal=True
+        )
 
     np.testing.assert_allclose(run(2, 5).out.ravel(), [1.5, 2.0])
     longer = run(5, 2)
@@ -203,7 +222,11 @@ def test_dead_row_has_zero_output_and_gradients() -> None:
     ones = np.ones((2, 3, 4, 3))
     result = reference.attention(**arrays, mask=mask)
     grads = reference.attention_backward(ones, **arrays, dlse=np.ones((2, 4, 3)), mask=mask)
-    assert (result.out[:, 1] == 0).all() and np.isneginf(result.lse[:, :, 1]).all() and (grads.dq[:, 1] == 0).all()
+    assert (
+        (result.out[:, 1] == 0).all()
+        and np.isneginf(result.lse[:, :, 1]).all()
+        and (grads.dq[:, 1] == 0).all()
+    )
     sunk = reference.attention(**arrays, mask=mask, sinks=_SINKS)
     np.testing.assert_allclose(sunk.lse[:, :, 1], np.broadcast_to(_SINKS, (2, 4)))
 
@@ -212,11 +235,17 @@ def test_nan_at_excluded_positions_is_selected_away() -> None:
     arrays = _inputs(8)
     opts = {"causal": True, "kv_lengths": [4, 3]}
     dout = np.random.default_rng(2).standard_normal((2, 3, 4, 3))
-    clean = reference.attention(**arrays, **opts), reference.attention_backward(dout, **arrays, **opts)
+    clean = (
+        reference.attention(**arrays, **opts),
+        reference.attention_backward(dout, **arrays, **opts),
+    )
     stale = {n: x.copy() for n, x in arrays.items()}
     for b, length in enumerate(opts["kv_lengths"]):
         stale["key"][b, length:], stale["value"][b, length:] = np.nan, np.inf
-    dirty = reference.attention(**stale, **opts), reference.attention_backward(dout, **stale, **opts)
+    dirty = (
+        reference.attention(**stale, **opts),
+        reference.attention_backward(dout, **stale, **opts),
+    )
     np.testing.assert_array_equal(dirty[0].out, clean[0].out)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(dirty[1], name), getattr(clean[1], name))
@@ -226,7 +255,9 @@ def test_nan_in_a_visible_key_stays_in_the_rows_that_see_it() -> None:
     arrays = _inputs(9, batch=1, seqlen_q=5)
     arrays["key"][0, 3, 0] = np.nan
     bad = np.isnan(reference.attention(**arrays, causal=True).out).any(axis=-1)[0]
-    np.testing.assert_array_equal(bad, np.array([[i >= 3 and h < 2 for h in range(4)] for i in range(5)]))
+    np.testing.assert_array_equal(
+        bad, np.array([[i >= 3 and h < 2 for h in range(4)] for i in range(5)])
+    )
 
 
 def test_merge_of_disjoint_keys_is_the_whole() -> None:
@@ -234,7 +265,11 @@ def test_merge_of_disjoint_keys_is_the_whole() -> None:
     whole = reference.attention(**arrays, causal=True)
     parts = []
     for begin, end in ((0, 2), (2, 2), (2, 5)):
-        part = {**arrays, "key": arrays["key"][:, begin:end], "value": arrays["value"][:, begin:end]}
+        part = {
+            **arrays,
+            "key": arrays["key"][:, begin:end],
+            "value": arrays["value"][:, begin:end],
+        }
         parts.append(reference.attention(**part, causal=True, q_offset=2, k_offset=begin))
     out, lse = reference.merge_attention([p.out for p in parts], [p.lse for p in parts])
     np.testing.assert_allclose(out, whole.out, atol=1e-14)
@@ -245,7 +280,11 @@ def test_merge_of_disjoint_keys_is_the_whole() -> None:
 
 def test_varlen_is_each_sequence_alone() -> None:
     rng = np.random.default_rng(11)
-    q, k, v = rng.standard_normal((9, 4, 4)), rng.standard_normal((12, 2, 4)), rng.standard_normal((12, 2, 3))
+    q, k, v = (
+        rng.standard_normal((9, 4, 4)),
+        rng.standard_normal((12, 2, 4)),
+        rng.standard_normal((12, 2, 3)),
+    )
     cu_q, cu_k = [0, 0, 5, 9, 9], [0, 4, 4, 8, 12]
     out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, causal=True)
     alone = reference.attention(q[None, 5:9], k[None, 4:8], v[None, 4:8], causal=True)
@@ -277,4 +316,6 @@ def test_paged_cache_is_the_flat_cache() -> None:
 
 
 def test_alibi_slopes_for_counts_that_are_no_power_of_two() -> None:
-    np.testing.assert_array_equal(reference.alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
+    np.testing.assert_array_equal(
+        reference.alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    )

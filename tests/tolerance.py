@@ -35,17 +35,26 @@ def storage_error(oracle: ArrayLike, dtype: np.dtype) -> float:
 
 
 def assert_close(
-    x: ArrayLike, oracle: ArrayLike, naive: ArrayLike, *, factor: float = FORWARD_FACTOR, name: str = "out"
+    x: ArrayLike,
+    oracle: ArrayLike,
+    naive: ArrayLike,
+    *,
+    factor: float = FORWARD_FACTOR,
+    name: str = "out",
 ) -> None:
     """Asserts the rule; the message names the worst element. `naive` is the same-dtype yardstick's output."""
     got = np.asarray(x)
     exact = np.asarray(oracle, np.float64)
     plain = np.asarray(naive).astype(np.float64)
-    assert got.shape == exact.shape == plain.shape, f"{name}: shape {got.shape}, expected {exact.shape}"
+    assert got.shape == exact.shape == plain.shape, (
+        f"{name}: shape {got.shape}, expected {exact.shape}"
+    )
     if exact.size == 0:
         return
     yardstick = float(_distance(plain, exact).max())
-    assert np.isfinite(yardstick), f"{name}: the naive computation is no yardstick here (it is not finite)"
+    assert np.isfinite(yardstick), (
+        f"{name}: the naive computation is no yardstick here (it is not finite)"
+    )
     allowed = factor * yardstick + 2.0 * storage_error(exact, got.dtype)
     error = _distance(got.astype(np.float64), exact)
     worst = np.unravel_index(int(error.argmax()), error.shape)

@@ -1,0 +1,176 @@
+"""What the numeric tests run on: every available backend, and for the CPU every instruction set of this machine.
+
+A Target is one way to compute: `cpu-v3`, `metal-apple-random`, ... tests ask it and never call the package for
+numbers themselves. FLASHATTN_TEST_BACKENDS names the backends to test (comma separated; default: every available
+one that is chosen without being named). The name `oracle` stands for tests/reference.py itself rounded to the
+call's dtype: the suite must pass on it, which is how the tests are tested.
+
+For the simulated Metal device FLASHATTN_TEST_SIMULATED lists fragment map / schedule pairs, e.g.
+"row/fifo,apple/random,random:3/priority"; without it the METAL_SIM_* environment holds for the whole run.
+
+An option that a backend lacks stands in NOT_IMPLEMENTED: there the call must raise NotImplementedError and name the
+option. Implementing it makes those tests fail until its row here is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import reference
+
+NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
+    "cpu": frozenset({"mask", "softcap", "alibi_slopes", "sinks", "dropout_p"}),
+    "metal": frozenset({"mask", "softcap", "alibi_slopes", "sinks", "dropout_p"}),
+    "oracle": frozenset(),
+}
+# Functions of the public API that are not there yet: they are absent, or raise NotImplementedError.
+NOT_IMPLEMENTED_FUNCTIONS = frozenset(
+    {"attention_varlen", "attention_kvcache", "merge_attention", "dropout_mask", "alibi_slopes"}
+)
+MAX_HEAD_DIM = {"cpu": 512, "metal": 256, "oracle": 512}
+# How the messages spell an option.
+_SPELLING = {"alibi_slopes": "alibi", "dropout_p": "dropout", "sinks": "sink"}
+
+
+def _used(options: dict[str, Any]) -> set[str]:
+    """The options that ask for something: a value other than the default."""
+    off = {"softcap": 0.0, "dropout_p": 0.0}
+    return {n for n, x in options.items() if x is not None and not (n in off and x == off[n])}
+
+
+@dataclass(frozen=True)
+class Target:
+    backend: str
+    isa: str | None = None
+    simulated: tuple[str, str] | None = None  # fragment map, schedule
+    missing: frozenset[str] = field(default=frozenset())
+
+    @property
+    def id(self) -> str:
+        parts = [self.backend, self.isa, *(self.simulated or ())]
+        return "-".join(p for p in parts if p)
+
+    def activate(self) -> None:
+        """Makes the process compute this way until the next activate()."""
+        if self.isa is not None:
+            from flashattn import _core
+
+            _core.set_cpu_isa(self.isa)
+        if self.simulated is not None:
+            from flashattn import _core
+
+            for name, value in zip(("map", "schedule"), self.simulated, strict=True):
+                _core.set_simulated_metal(name, value)
+
+    @property
+    def max_head_dim(self) -> int:
+        return MAX_HEAD_DIM[self.backend]
+
+    def lacks(self, options: dict[str, Any]) -> set[str]:
+        return _used(options) & self.missing
+
+    def forward(self, query: Any, key: Any, value: Any, **opts: Any) -> tuple[Any, Any]:
+        """out, lse."""
+        if self.backend == "oracle":
+            return _oracle_forward(query, key, value, **opts)
+        import flashattn as fa
+
+        return fa.attention_forward(query, key, value, backend=self.backend, **opts)
+
+    def backward(
+        self, dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, **opts: Any
+    ) -> Any:
+        """AttentionGradients; `dlse` is one of the options here."""
+        if self.backend == "oracle":
+            return _oracle_backward(dout, query, key, value, **opts)
+        import flashattn as fa
+
+        return fa.attention_backward(
+            dout, query, key, value, out, lse, backend=self.backend, **opts
+        )
+
+    def refuses(self, call: Callable[[], Any], options: dict[str, Any]) -> bool:
+        """True when `options` use something this backend lacks, after asserting that `call` says so."""
+        lacking = self.lacks(options)
+        if not lacking:
+            return False
+        spelling = "|".join(_SPELLING.get(name, name) for name in sorted(lacking))
+        with pytest.raises(NotImplementedError, match=re.compile(spelling, re.IGNORECASE)):
+            call()
+        return True
+
+
+def _from_bhsd(layout: str, *arrays: Any) -> list[Any]:
+    if layout == "bshd":
+        return list(arrays)
+    return [np.asarray(x).transpose(0, 2, 1, 3) for x in arrays]
+
+
+def _oracle_forward(
+    query: Any, key: Any, value: Any, layout: str = "bshd", out: Any = None, **opts: Any
+) -> tuple[Any, Any]:
+    q, k, v = _from_bhsd(layout, query, key, value)
+    result = reference.attention(q, k, v, **opts)
+    (o,) = _from_bhsd(layout, result.out)
+    o = np.ascontiguousarray(o.astype(np.asarray(query).dtype))
+    if out is not None:
+        out[...] = o
+        o = out
+    return o, result.lse.astype(np.float32)
+
+
+def _oracle_backward(
+    dout: Any, query: Any, key: Any, value: Any, layout: str = "bshd", **opts: Any
+) -> reference.Gradients:
+    do, q, k, v = _from_bhsd(layout, dout, query, key, value)
+    grads = reference.attention_backward(do, q, k, v, **opts)
+    dtype = np.asarray(query).dtype
+    dq, dk, dv = (np.ascontiguousarray(x.astype(dtype)) for x in (grads.dq, grads.dk, grads.dv))
+    small = (
+        None if x is None else x.astype(np.float32)
+        for x in (grads.dmask, grads.dalibi_slopes, grads.dsinks)
+    )  # fmt: skip
+    return reference.Gradients(*_from_bhsd(layout, dq, dk, dv), *small)
+
+
+def _cpu_targets() -> list[Target]:
+    from flashattn import _core
+
+    missing = NOT_IMPLEMENTED["cpu"]
+    return [Target("cpu", isa=name, missing=missing) for name in _core.cpu_isas()]
+
+
+def _metal_targets() -> list[Target]:
+    missing = NOT_IMPLEMENTED["metal"]
+    pairs = [p for p in os.environ.get("FLASHATTN_TEST_SIMULATED", "").split(",") if p]
+    if not pairs:
+        return [Target("metal", missing=missing)]
+    split = (pair.partition("/") for pair in pairs)
+    return [Target("metal", simulated=(m, s or "fifo"), missing=missing) for m, _, s in split]
+
+
+def all_targets() -> list[Target]:
+    """The targets of this run; naming a backend that is not available is an error."""
+    named = [n for n in os.environ.get("FLASHATTN_TEST_BACKENDS", "").split(",") if n]
+    if named == ["oracle"]:
+        return [Target("oracle")]
+    import flashattn as fa
+
+    available = {b.name: b for b in fa.backends() if b.available}
+    simulated = {n for n, b in available.items() if "simulated" in b.device.lower()}
+    targets: list[Target] = []
+    for name in named or [n for n in available if n not in simulated]:
+        if name == "oracle":
+            targets.append(Target("oracle"))
+        elif name not in available:
+            raise pytest.UsageError(f"FLASHATTN_TEST_BACKENDS: {name} is not available here")
+        else:
+            targets += _cpu_targets() if name == "cpu" else _metal_targets()
+    return targets
