@@ -2,6 +2,8 @@
 // instruction set, as flashattn::cpu::isa_<name>::kKernels; dispatch.cpp chooses among them.
 #pragma once
 
+#include "cpu/backward_table.h"
+#include "cpu/decode_table.h"
 #include "cpu/forward_table.h"
 
 namespace flashattn::cpu {
@@ -9,6 +11,8 @@ namespace flashattn::cpu {
 struct CpuKernels {
   const char* isa = "";  // "v2", "v3", "v4", "v4_bf16", "neon"
   ForwardKernels forward;
+  BackwardKernels backward;
+  DecodeKernels decode;
 };
 
 }  // namespace flashattn::cpu

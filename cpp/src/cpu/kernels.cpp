@@ -3,13 +3,17 @@
 // appear in its object, because the linker could give that copy to code that runs on an older
 // processor.
 
+#include "cpu/backward.h"
+#include "cpu/decode.h"
+#include "cpu/forward.h"
 #include "cpu/kernel_table.h"
-#include "cpu/math.h"
-#include "cpu/pack.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 extern const CpuKernels kKernels;
-const CpuKernels kKernels = {.isa = FLASHATTN_QUOTE(FLASHATTN_CPU_ISA_NAME), .forward = {}};
+const CpuKernels kKernels = {.isa = FLASHATTN_QUOTE(FLASHATTN_CPU_ISA_NAME),
+                             .forward = kForwardKernels,
+                             .backward = kBackwardKernels,
+                             .decode = kDecodeKernels};
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

@@ -1,0 +1,121 @@
+// The backward kernels of one instruction set: what BackwardKernels' pointers lead to. One pass
+// over the query blocks of a task, and inside it over the key blocks that the rows see; dQ is
+// finished per query block, dK and dV are summed over the whole task. Relies on the other
+// backward_*.h.
+#pragma once
+
+#include "cpu/backward_block.h"
+#include "cpu/backward_rows.h"
+
+namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+
+// The sums over key blocks that the task will add to start at 0.
+template <class Unit>
+FLASHATTN_INLINE void zero_sums(const BackwardShape<Unit>& shape, Interval keys,
+                                const KeySums<Unit>& sums) {
+  const std::int64_t begin = keys.begin / kBlockK * kBlockK;
+  const std::int64_t count = round_up(keys.end, kBlockK) - begin;
+  zero_units(sums.dk + begin * shape.head_lanes, count * shape.head_lanes);
+  zero_units(sums.dv + begin * shape.value_lanes, count * shape.value_lanes);
+}
+
+template <class Unit>
+FLASHATTN_INLINE void add_key_blocks(const AttentionJob& job, const BackwardShape<Unit>& shape,
+                                     const Visibility& visibility, const PackedKeys<Unit>& packed,
+                                     const KeySums<Unit>& sums, const QueryBlock<Unit>& q) {
+  const Interval keys = visibility.keys_of_rows(q.first_row, q.first_row + q.rows);
+  for (std::int64_t key = keys.begin / kBlockK * kBlockK; key < keys.end; key += kBlockK) {
+    const KeyBlock<Unit> k{.keys = packed.keys + key * shape.head_packed,
+                           .values = packed.values + key * shape.value_packed,
+                           .key_lanes = packed.key_lanes + key / Unit::kElements * shape.head_lanes,
+                           .dk = sums.dk + key * shape.head_lanes,
+                           .dv = sums.dv + key * shape.value_lanes,
+                           .first_key = key,
+                           .finite = packed.finite[key / kBlockK] != 0};
+    const TileVisibility tile =
+        visibility.tile(q.first_row, q.first_row + q.rows, key, key + kBlockK);
+    if (tile == TileVisibility::kAll && q.rows == kBlockQ) {
+      add_visible_block(shape, job.scale, q, k);
+    } else if (tile != TileVisibility::kNone) {
+      add_mixed_block(shape, job.scale, visibility, q, k);
+    }
+  }
+}
+
+template <class Unit>
+static void accumulate_blocks(const AttentionJob& job, const BackwardTask& task) {
+  const auto shape = BackwardShape<Unit>::of(job);
+  Carver packed_carver{.base = static_cast<char*>(const_cast<void*>(task.packed))};
+  Carver sums_carver{.base = reinterpret_cast<char*>(task.sums)};
+  Carver scratch_carver{.base = static_cast<char*>(task.scratch)};
+  const auto packed = PackedKeys<Unit>::carve(shape, packed_carver);
+  const auto sums = KeySums<Unit>::carve(shape, sums_carver);
+  auto block = QueryBlock<Unit>::carve(shape, scratch_carver);
+  const Visibility visibility = job.visibility[task.batch];
+  zero_sums(shape, task.keys, sums);
+  for (std::int64_t g = 0; g < job.heads_per_kv; ++g) {
+    const std::int64_t head = task.kv_head * job.heads_per_kv + g;
+    for (std::int64_t i = task.blocks.first; i < task.blocks.end; i += task.blocks.step) {
+      load_query_block(job, shape, task.batch, head, i * kBlockQ, block);
+      add_key_blocks(job, shape, visibility, packed, sums, block);
+      write_dq(job, shape, task.batch, head, block);
+    }
+  }
+}
+
+template <class Unit>
+FLASHATTN_INLINE BackwardSizes sizes_of(const AttentionJob& job) {
+  const auto shape = BackwardShape<Unit>::of(job);
+  Carver packed;
+  Carver sums;
+  Carver scratch;
+  PackedKeys<Unit>::carve(shape, packed);
+  KeySums<Unit>::carve(shape, sums);
+  QueryBlock<Unit>::carve(shape, scratch);
+  return {.packed = packed.used, .sums = sums.used, .scratch = scratch.used};
+}
+
+// The unit that the tensors of a job are multiplied in: pairs of bf16 where one instruction does
+// that, else float32, to which float16 and bf16 are widened when they are packed.
+FLASHATTN_INLINE bool in_bf16_pairs(const AttentionJob& job) {
+#if defined(FLASHATTN_HAS_BF16_DOT)
+  return job.dtype == DType::kBFloat16;
+#else
+  static_cast<void>(job);
+  return false;
+#endif
+}
+
+#if defined(FLASHATTN_HAS_BF16_DOT)
+using HalfUnit = Bf16PairUnit;
+#else
+using HalfUnit = Float32Unit;
+#endif
+
+static BackwardSizes backward_sizes(const AttentionJob& job) {
+  return in_bf16_pairs(job) ? sizes_of<HalfUnit>(job) : sizes_of<Float32Unit>(job);
+}
+
+static void backward_pack_keys(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
+                               Interval keys, void* packed) {
+  in_bf16_pairs(job) ? pack_key_blocks<HalfUnit>(job, batch, kv_head, keys, packed)
+                     : pack_key_blocks<Float32Unit>(job, batch, kv_head, keys, packed);
+}
+
+static void backward_accumulate(const AttentionJob& job, const BackwardTask& task) {
+  in_bf16_pairs(job) ? accumulate_blocks<HalfUnit>(job, task)
+                     : accumulate_blocks<Float32Unit>(job, task);
+}
+
+static void backward_write_key_gradients(const AttentionJob& job, const BackwardSums& sums,
+                                         Interval keys) {
+  in_bf16_pairs(job) ? write_key_blocks<HalfUnit>(job, sums, keys)
+                     : write_key_blocks<Float32Unit>(job, sums, keys);
+}
+
+constexpr BackwardKernels kBackwardKernels = {.sizes = backward_sizes,
+                                              .pack_keys = backward_pack_keys,
+                                              .accumulate = backward_accumulate,
+                                              .write_key_gradients = backward_write_key_gradients};
+
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

@@ -1,0 +1,135 @@
+// Where everything of the backward pass lies in the buffers that the schedule hands out, in 32-bit
+// units (tile.h). It relies on the padding rules of pack.h and computes nothing.
+#pragma once
+
+#include "cpu/backward_table.h"
+#include "cpu/pack.h"
+
+namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+
+constexpr std::int64_t kBlockQ = kBackwardBlockQ;
+constexpr std::int64_t kBlockK = kBackwardBlockK;
+
+// Units of a row of each operand. `lanes` rows have one column per lane, `packed` rows hold a row's
+// units along the contraction.
+template <class Unit>
+struct BackwardShape {
+  std::int64_t head_units = 0;    // contraction of S = Q K^T
+  std::int64_t value_units = 0;   // contraction of dP = dO V^T
+  std::int64_t head_packed = 0;   // head_units, padded
+  std::int64_t value_packed = 0;  // value_units, padded
+  std::int64_t head_lanes = 0;    // head_dim, padded: rows of Q, K, dQ, dK
+  std::int64_t value_lanes = 0;   // value_dim, padded: rows of dO, dV
+  std::int64_t keys = 0;          // seqlen_k, padded to whole blocks
+
+  static FLASHATTN_INLINE BackwardShape of(const AttentionJob& job) {
+    return {.head_units = units_of<Unit>(job.head_dim),
+            .value_units = units_of<Unit>(job.value_dim),
+            .head_packed = round_up(units_of<Unit>(job.head_dim), kLanes),
+            .value_packed = round_up(units_of<Unit>(job.value_dim), kLanes),
+            .head_lanes = round_up(job.head_dim, kLanes),
+            .value_lanes = round_up(job.value_dim, kLanes),
+            .keys = round_up(job.seqlen_k, kBlockK)};
+  }
+};
+
+// Hands out consecutive pieces of a buffer, each aligned to 64 bytes. Without a buffer it only
+// counts.
+struct Carver {
+  char* base = nullptr;
+  std::int64_t used = 0;  // bytes
+
+  FLASHATTN_INLINE float* floats(std::int64_t count) {
+    return static_cast<float*>(bytes(count * 4));
+  }
+  FLASHATTN_INLINE void* bytes(std::int64_t count) {
+    void* piece = base == nullptr ? nullptr : base + used;
+    used += round_up(count, 64);
+    return piece;
+  }
+};
+
+// Keys and values of one (batch, kv head).
+template <class Unit>
+struct PackedKeys {
+  float* keys = nullptr;            // [keys][head_packed], K along the contraction of S
+  float* values = nullptr;          // [keys][value_packed], V along the contraction of dP
+  float* key_lanes = nullptr;       // [keys / kElements][head_lanes], K along the contraction of dQ
+  unsigned char* finite = nullptr;  // [keys / kBlockK]: whether all of the block's K is finite
+
+  static FLASHATTN_INLINE PackedKeys carve(const BackwardShape<Unit>& shape, Carver& carver) {
+    PackedKeys packed;
+    packed.keys = carver.floats(shape.keys * shape.head_packed);
+    packed.values = carver.floats(shape.keys * shape.value_packed);
+    // With one element per unit both forms of K are the same.
+    packed.key_lanes = Unit::kElements == 1
+                           ? packed.keys
+                           : carver.floats(shape.keys / Unit::kElements * shape.head_lanes);
+    packed.finite = static_cast<unsigned char*>(carver.bytes(shape.keys / kBlockK));
+    return packed;
+  }
+};
+
+// Sums over query rows, float32, unscaled.
+template <class Unit>
+struct KeySums {
+  float* dk = nullptr;  // [keys][head_lanes]
+  float* dv = nullptr;  // [keys][value_lanes]
+
+  static FLASHATTN_INLINE KeySums carve(const BackwardShape<Unit>& shape, Carver& carver) {
+    KeySums sums;
+    sums.dk = carver.floats(shape.keys * shape.head_lanes);
+    sums.dv = carver.floats(shape.keys * shape.value_lanes);
+    return sums;
+  }
+};
+
+// One block of query rows of one head, and what is computed for it. Lanes and rows without a query
+// row are zero.
+template <class Unit>
+struct QueryBlock {
+  float* q_columns = nullptr;     // [head_packed][kBlockQ], Q^T
+  float* dout_columns = nullptr;  // [value_packed][kBlockQ], dO^T
+  float* q_rows = nullptr;        // [kBlockQ / kElements][head_lanes]
+  float* dout_rows = nullptr;     // [kBlockQ / kElements][value_lanes]
+  float* lse = nullptr;           // [kBlockQ], natural; +inf where nothing is visible
+  float* delta = nullptr;         // [kBlockQ], rowsum(dO * O) - dlse
+  float* dq = nullptr;            // [kBlockQ][head_lanes], unscaled
+  // One key tile's weights, by query, and the score gradients of the whole key block.
+  float* p = nullptr;         // [kTileRows][kBlockQ]
+  float* p_units = nullptr;   // [kTileRows][kBlockQ / kElements], P along the contraction of dV
+  float* ds_units = nullptr;  // [kTileRows][kBlockQ / kElements], dS along the contraction of dK
+  float* ds = nullptr;        // [kBlockK / kElements][kBlockQ], dS along the contraction of dQ
+  std::int32_t* key_begin = nullptr;  // [kBlockQ]: the keys that each row sees, counted from the
+  std::int32_t* key_end = nullptr;    // [kBlockQ]  key block's first and clipped to it
+  float* staging = nullptr;           // [kBlockQ][max(head_lanes, value_lanes)]
+
+  std::int64_t first_row = 0;
+  std::int64_t rows = 0;  // that exist
+  bool finite = true;     // all of Q and dO
+
+  static FLASHATTN_INLINE QueryBlock carve(const BackwardShape<Unit>& shape, Carver& carver) {
+    constexpr std::int64_t elements = Unit::kElements;
+    const std::int64_t widest =
+        shape.head_lanes > shape.value_lanes ? shape.head_lanes : shape.value_lanes;
+    QueryBlock block;
+    block.q_columns = carver.floats(shape.head_packed * kBlockQ);
+    block.dout_columns = carver.floats(shape.value_packed * kBlockQ);
+    block.q_rows = carver.floats(kBlockQ / elements * shape.head_lanes);
+    block.dout_rows = carver.floats(kBlockQ / elements * shape.value_lanes);
+    block.lse = carver.floats(kBlockQ);
+    block.delta = carver.floats(kBlockQ);
+    block.dq = carver.floats(kBlockQ * shape.head_lanes);
+    block.p = carver.floats(kTileRows * kBlockQ);
+    block.ds = carver.floats(kBlockK / elements * kBlockQ);
+    // float32 reads the weights and gradients where they were computed: see score_tile.
+    block.p_units = elements == 1 ? block.p : carver.floats(kTileRows * kBlockQ / elements);
+    block.ds_units = elements == 1 ? nullptr : carver.floats(kTileRows * kBlockQ / elements);
+    block.key_begin = static_cast<std::int32_t*>(carver.bytes(kBlockQ * 4));
+    block.key_end = static_cast<std::int32_t*>(carver.bytes(kBlockQ * 4));
+    block.staging = carver.floats(kBlockQ * widest);
+    return block;
+  }
+};
+
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

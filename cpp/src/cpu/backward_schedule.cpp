@@ -1,0 +1,215 @@
+#include "cpu/backward_schedule.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "cpu/scratch.h"
+
+namespace flashattn::cpu {
+namespace {
+
+// Blocks of a subset when there are enough of them, and the most subsets. More subsets feed more
+// threads and shorten the float32 sums; each one costs sums of its own (guess: eight keep the
+// memory at 16384 keys of 64 + 64 columns below 80 MB).
+constexpr std::int64_t kBlocksPerSubset = 4;
+constexpr std::int64_t kMaxSubsets = 8;
+
+// Keys per index of the packing and summing loops.
+constexpr std::int64_t kKeyChunk = 256;
+
+// What the buffers of the (batch, kv head) pairs that are worked on together may take, unless that
+// would leave threads idle.
+constexpr std::int64_t kWaveBytes = std::int64_t{32} << 20;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+Interval whole_blocks(Interval keys) {
+  return {keys.begin / kBackwardBlockK * kBackwardBlockK,
+          ceil_div(keys.end, kBackwardBlockK) * kBackwardBlockK};
+}
+
+// One (batch, kv head) at a time on each thread, everything in that thread's scratch while it is
+// warm.
+void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool) {
+  const BackwardSizes sizes = kernels.sizes(job);
+  const std::int64_t heads = job.batch * job.kv_heads;
+  const std::int64_t threads = pool.threads();
+  pool.parallel_for(heads, [&](std::int64_t index) {
+    std::byte* memory =
+        thread_scratch(static_cast<std::size_t>(sizes.packed + sizes.sums + sizes.scratch));
+    const std::int64_t batch = index / job.kv_heads;
+    const std::int64_t kv_head = index % job.kv_heads;
+    const std::int64_t next = std::min(index + threads, heads - 1);
+    const QueryBlocks blocks = query_subset(job.visibility[batch], 0, 1);
+    const Interval keys = keys_of_blocks(job.visibility[batch], blocks);
+    auto* sums = reinterpret_cast<float*>(memory + sizes.packed);
+    kernels.pack_keys(job, batch, kv_head, whole_blocks(keys), memory);
+    kernels.accumulate(job, {.batch = batch,
+                             .kv_head = kv_head,
+                             .blocks = blocks,
+                             .keys = keys,
+                             .packed = memory,
+                             .sums = sums,
+                             .scratch = memory + sizes.packed + sizes.sums,
+                             .next_batch = next / job.kv_heads,
+                             .next_kv_head = next % job.kv_heads});
+    kernels.write_key_gradients(job,
+                                {.batch = batch,
+                                 .kv_head = kv_head,
+                                 .first = sums,
+                                 .stride_bytes = sizes.sums,
+                                 .covers = &keys,
+                                 .count = 1},
+                                {0, job.seqlen_k});
+  });
+}
+
+// What one subset of one batch entry works on; the same for all of its heads.
+struct Subset {
+  QueryBlocks blocks;
+  Interval keys;
+};
+
+std::vector<Subset> divide(const AttentionJob& job, std::int64_t subsets) {
+  std::vector<Subset> result;
+  for (std::int64_t batch = 0; batch < job.batch; ++batch) {
+    for (std::int64_t index = 0; index < subsets; ++index) {
+      const QueryBlocks blocks = query_subset(job.visibility[batch], index, subsets);
+      result.push_back({blocks, keys_of_blocks(job.visibility[batch], blocks)});
+    }
+  }
+  return result;
+}
+
+// Waves of heads. In each: pack the keys and values, run the subsets, add their sums.
+class SplitRun {
+ public:
+  SplitRun(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool)
+      : job_(job),
+        kernels_(kernels),
+        pool_(pool),
+        sizes_(kernels.sizes(job)),
+        subsets_(query_subsets(job.seqlen_q)),
+        chunks_(ceil_div(job.seqlen_k, kKeyChunk)),
+        head_bytes_(sizes_.packed + subsets_ * sizes_.sums),
+        division_(divide(job, subsets_)) {
+    for (const Subset& subset : division_) covers_.push_back(subset.keys);
+  }
+
+  void run() {
+    const std::int64_t heads = job_.batch * job_.kv_heads;
+    const std::int64_t per_wave = heads_per_wave();
+    const Workspace workspace(static_cast<std::size_t>(per_wave * head_bytes_));
+    for (std::int64_t first = 0; first < heads; first += per_wave) {
+      const std::int64_t count = std::min(per_wave, heads - first);
+      pool_.parallel_for(count * chunks_, [&](std::int64_t index) {
+        pack(first + index / chunks_, index % chunks_, slot(workspace, index / chunks_));
+      });
+      // Descending subsets: under a causal mask the last of an interleaved division is the longest.
+      pool_.parallel_for(count * subsets_, [&](std::int64_t index) {
+        accumulate(first + index % count, subsets_ - 1 - index / count,
+                   slot(workspace, index % count));
+      });
+      pool_.parallel_for(count * chunks_, [&](std::int64_t index) {
+        write(first + index / chunks_, index % chunks_, slot(workspace, index / chunks_));
+      });
+    }
+  }
+
+ private:
+  std::int64_t heads_per_wave() const {
+    const std::int64_t fitting = kWaveBytes / std::max<std::int64_t>(head_bytes_, 1);
+    const std::int64_t feeding = ceil_div(pool_.threads(), subsets_);
+    return std::clamp<std::int64_t>(std::max(fitting, feeding), 1, job_.batch * job_.kv_heads);
+  }
+
+  std::byte* slot(const Workspace& workspace, std::int64_t index) const {
+    return workspace.data() + index * head_bytes_;
+  }
+
+  Interval chunk_keys(std::int64_t chunk, std::int64_t limit) const {
+    return {chunk * kKeyChunk, std::min((chunk + 1) * kKeyChunk, limit)};
+  }
+
+  void pack(std::int64_t head, std::int64_t chunk, std::byte* memory) const {
+    const Interval all = whole_blocks(
+        keys_of_blocks(job_.visibility[head / job_.kv_heads],
+                       {.first = 0, .step = 1, .end = ceil_div(job_.seqlen_q, kBackwardBlockQ)}));
+    Interval keys = chunk_keys(chunk, all.end);
+    keys.begin = std::max(keys.begin, all.begin);
+    if (keys.begin >= keys.end) return;
+    kernels_.pack_keys(job_, head / job_.kv_heads, head % job_.kv_heads, keys, memory);
+  }
+
+  void accumulate(std::int64_t head, std::int64_t index, std::byte* memory) const {
+    const std::int64_t batch = head / job_.kv_heads;
+    const Subset& subset = division_[static_cast<std::size_t>(batch * subsets_ + index)];
+    kernels_.accumulate(
+        job_, {.batch = batch,
+               .kv_head = head % job_.kv_heads,
+               .blocks = subset.blocks,
+               .keys = subset.keys,
+               .packed = memory,
+               .sums = reinterpret_cast<float*>(memory + sizes_.packed + index * sizes_.sums),
+               .scratch = thread_scratch(static_cast<std::size_t>(sizes_.scratch)),
+               .next_batch = batch,
+               .next_kv_head = head % job_.kv_heads});
+  }
+
+  void write(std::int64_t head, std::int64_t chunk, const std::byte* memory) const {
+    const std::int64_t batch = head / job_.kv_heads;
+    kernels_.write_key_gradients(job_,
+                                 {.batch = batch,
+                                  .kv_head = head % job_.kv_heads,
+                                  .first = reinterpret_cast<const float*>(memory + sizes_.packed),
+                                  .stride_bytes = sizes_.sums,
+                                  .covers = covers_.data() + batch * subsets_,
+                                  .count = subsets_},
+                                 chunk_keys(chunk, job_.seqlen_k));
+  }
+
+  const AttentionJob& job_;
+  const BackwardKernels& kernels_;
+  ThreadPool& pool_;
+  const BackwardSizes sizes_;
+  const std::int64_t subsets_;
+  const std::int64_t chunks_;
+  const std::int64_t head_bytes_;
+  const std::vector<Subset> division_;
+  std::vector<Interval> covers_;
+};
+
+}  // namespace
+
+std::int64_t query_subsets(std::int64_t seqlen_q) {
+  const std::int64_t blocks = ceil_div(seqlen_q, kBackwardBlockQ);
+  return std::clamp<std::int64_t>(blocks / kBlocksPerSubset, 1, kMaxSubsets);
+}
+
+QueryBlocks query_subset(const Visibility& visibility, std::int64_t index, std::int64_t count) {
+  const std::int64_t blocks = ceil_div(visibility.seqlen_q, kBackwardBlockQ);
+  if (visibility.left < kUnlimited && visibility.right < kUnlimited) {
+    return {.first = blocks * index / count, .step = 1, .end = blocks * (index + 1) / count};
+  }
+  return {.first = index, .step = count, .end = blocks};
+}
+
+Interval keys_of_blocks(const Visibility& visibility, const QueryBlocks& blocks) {
+  if (blocks.first >= blocks.end) return {0, 0};
+  const std::int64_t last =
+      blocks.first + (blocks.end - 1 - blocks.first) / blocks.step * blocks.step;
+  return visibility.keys_of_rows(blocks.first * kBackwardBlockQ,
+                                 std::min((last + 1) * kBackwardBlockQ, visibility.seqlen_q));
+}
+
+void run_backward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
+  if (job.batch == 0 || job.kv_heads == 0) return;
+  if (query_subsets(job.seqlen_q) == 1) {
+    run_whole_heads(job, kernels.backward, pool);
+  } else {
+    SplitRun(job, kernels.backward, pool).run();
+  }
+}
+
+}  // namespace flashattn::cpu

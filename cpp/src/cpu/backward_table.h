@@ -1,0 +1,72 @@
+// The backward kernels of one instruction set, as backward_schedule.cpp calls them, and the plain
+// structs between the two. It relies on job.h and holds no code.
+//
+// A task owns float32 sums of dK and dV for one (batch, kv head) over a subset of the query blocks;
+// the sums of the subsets are added in a fixed order when all are done. dQ is finished by the task
+// that owns the query block.
+#pragma once
+
+#include <cstdint>
+
+#include "core/visibility.h"
+#include "cpu/job.h"
+
+namespace flashattn::cpu {
+
+// Query rows of a block: the unit in which the work is divided.
+inline constexpr std::int64_t kBackwardBlockQ = 64;
+// Keys of a block. Ranges of keys that are zeroed, visited or summed start at a multiple of it.
+inline constexpr std::int64_t kBackwardBlockK = 64;
+
+// Sizes in bytes of the buffers that the schedule hands to the kernels, each a multiple of 64.
+struct BackwardSizes {
+  std::int64_t packed = 0;   // keys and values of one (batch, kv head)
+  std::int64_t sums = 0;     // dK and dV sums of one (batch, kv head)
+  std::int64_t scratch = 0;  // per running task
+};
+
+// Query blocks first, first + step, ... below end of every query head that shares the kv head.
+struct QueryBlocks {
+  std::int64_t first = 0;
+  std::int64_t step = 1;
+  std::int64_t end = 0;
+};
+
+struct BackwardTask {
+  std::int64_t batch = 0;
+  std::int64_t kv_head = 0;
+  QueryBlocks blocks;
+  Interval keys;                 // what the blocks see; the sums outside of it are not written
+  const void* packed = nullptr;  // filled by pack_keys, at least over `keys`
+  float* sums = nullptr;
+  void* scratch = nullptr;  // 64-byte aligned
+  // The (batch, kv head) whose rows are likely to be wanted next on this core: a hint for
+  // prefetching.
+  std::int64_t next_batch = 0;
+  std::int64_t next_kv_head = 0;
+};
+
+// The sums of one (batch, kv head): `count` of them, `stride_bytes` apart, covers[i] being the keys
+// that sum i holds.
+struct BackwardSums {
+  std::int64_t batch = 0;
+  std::int64_t kv_head = 0;
+  const float* first = nullptr;
+  std::int64_t stride_bytes = 0;
+  const Interval* covers = nullptr;
+  std::int64_t count = 0;
+};
+
+struct BackwardKernels {
+  BackwardSizes (*sizes)(const AttentionJob& job);
+  // Copies keys and values of `keys` (whole blocks) into the form that the products read.
+  void (*pack_keys)(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
+                    Interval keys, void* packed);
+  // Writes dq of the task's rows, and its sums over task.keys.
+  void (*accumulate)(const AttentionJob& job, const BackwardTask& task);
+  // Adds the sums in ascending order and writes dk and dv of `keys`; keys that no sum covers get
+  // zero.
+  void (*write_key_gradients)(const AttentionJob& job, const BackwardSums& sums, Interval keys);
+};
+
+}  // namespace flashattn::cpu
