@@ -7,7 +7,7 @@
 #include "cpu/backward_block.h"
 #include "cpu/backward_rows.h"
 
-namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
 // The sums over key blocks that the task will add to start at 0.
 template <class Unit>
@@ -92,30 +92,29 @@ using HalfUnit = Bf16PairUnit;
 using HalfUnit = Float32Unit;
 #endif
 
-static BackwardSizes backward_sizes(const AttentionJob& job) {
+static BackwardSizes sizes(const AttentionJob& job) {
   return in_bf16_pairs(job) ? sizes_of<HalfUnit>(job) : sizes_of<Float32Unit>(job);
 }
 
-static void backward_pack_keys(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
-                               Interval keys, void* packed) {
+static void pack_keys(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
+                      Interval keys, void* packed) {
   in_bf16_pairs(job) ? pack_key_blocks<HalfUnit>(job, batch, kv_head, keys, packed)
                      : pack_key_blocks<Float32Unit>(job, batch, kv_head, keys, packed);
 }
 
-static void backward_accumulate(const AttentionJob& job, const BackwardTask& task) {
+static void accumulate(const AttentionJob& job, const BackwardTask& task) {
   in_bf16_pairs(job) ? accumulate_blocks<HalfUnit>(job, task)
                      : accumulate_blocks<Float32Unit>(job, task);
 }
 
-static void backward_write_key_gradients(const AttentionJob& job, const BackwardSums& sums,
-                                         Interval keys) {
+static void write_key_gradients(const AttentionJob& job, const BackwardSums& sums, Interval keys) {
   in_bf16_pairs(job) ? write_key_blocks<HalfUnit>(job, sums, keys)
                      : write_key_blocks<Float32Unit>(job, sums, keys);
 }
 
-constexpr BackwardKernels kBackwardKernels = {.sizes = backward_sizes,
-                                              .pack_keys = backward_pack_keys,
-                                              .accumulate = backward_accumulate,
-                                              .write_key_gradients = backward_write_key_gradients};
+constexpr BackwardKernels kKernels = {.sizes = sizes,
+                                      .pack_keys = pack_keys,
+                                      .accumulate = accumulate,
+                                      .write_key_gradients = write_key_gradients};
 
-}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -13,7 +13,7 @@
 
 #include "cpu/backward_tile.h"
 
-namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
 // One block of keys as the products read and write it.
 template <class Unit>
@@ -202,4 +202,4 @@ FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float 
   }
 }
 
-}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -5,7 +5,7 @@
 #include "cpu/backward_table.h"
 #include "cpu/pack.h"
 
-namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
 constexpr std::int64_t kBlockQ = kBackwardBlockQ;
 constexpr std::int64_t kBlockK = kBackwardBlockK;
@@ -132,4 +132,4 @@ struct QueryBlock {
   }
 };
 
-}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -6,7 +6,7 @@
 #include "cpu/backward_layout.h"
 #include "cpu/math.h"
 
-namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
 // Packs rows [begin, end) along the contraction into to[..][packed] and across it into
 // lanes_to[..][lanes] (the same buffer for one element per unit). Returns whether all are finite.
@@ -192,4 +192,4 @@ static void write_key_blocks(const AttentionJob& job, const BackwardSums& sums, 
   }
 }
 
-}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

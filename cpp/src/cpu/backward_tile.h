@@ -5,7 +5,7 @@
 #include "cpu/backward_layout.h"
 #include "cpu/math.h"
 
-namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
 // Vectors of a register tile: all accumulators, a row of B and a broadcast must fit the registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -148,4 +148,4 @@ FLASHATTN_INLINE void score_tiles(const BackwardShape<Unit>& shape, const float*
   }
 }
 
-}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -13,7 +13,7 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 extern const CpuKernels kKernels;
 const CpuKernels kKernels = {.isa = FLASHATTN_QUOTE(FLASHATTN_CPU_ISA_NAME),
                              .forward = kForwardKernels,
-                             .backward = kBackwardKernels,
+                             .backward = backward::kKernels,
                              .decode = kDecodeKernels};
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
