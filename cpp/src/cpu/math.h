@@ -35,4 +35,27 @@ FLASHATTN_INLINE Vec exp2(Vec x) {
   return times_power_of_two(p, n, x);
 }
 
+// Natural logarithm of x in [1, 2^31], relative error 1e-7; NaN and +inf stay, 0 gives -inf. x =
+// 2^e * (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)], and log(1 + f) = f - f^2 / 2 + f^3 *
+// polynomial(f).
+FLASHATTN_INLINE Vec log(Vec x) {
+  constexpr std::int32_t kSqrtHalfBits = 0x3f3504f3;
+  const VecI offset = bits_of(x) - kSqrtHalfBits;
+  const Vec e = __builtin_convertvector(offset >> 23, Vec);
+  const Vec f = vec_of_bits((offset & 0x007fffff) + kSqrtHalfBits) - 1.0F;
+  Vec p = broadcast(0.06746454536914825F);
+  p = p * f + broadcast(-0.11675630509853363F);
+  p = p * f + broadcast(0.11888235807418823F);
+  p = p * f + broadcast(-0.12405595928430557F);
+  p = p * f + broadcast(0.1421954184770584F);
+  p = p * f + broadcast(-0.16667994856834412F);
+  p = p * f + broadcast(0.2000211924314499F);
+  p = p * f + broadcast(-0.25000008940696716F);
+  p = p * f + broadcast(0.3333331346511841F);
+  const Vec f2 = f * f;
+  const Vec result = e * broadcast(kLn2) + (f - f2 * broadcast(0.5F) + f2 * f * p);
+  const Vec or_special = select((x > 0.0F) & (x < kInfinity), result, x + x);
+  return select(x == Vec{}, broadcast(-kInfinity), or_special);
+}
+
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

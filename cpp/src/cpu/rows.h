@@ -150,9 +150,15 @@ FLASHATTN_INLINE bool all_finite(const float* row, std::int64_t dim) {
 
 // The same for bf16 bit patterns: an exponent of all ones is not finite.
 FLASHATTN_INLINE bool all_finite_bf16(const std::uint16_t* row, std::int64_t dim) {
-  bool finite = true;
-  for (std::int64_t d = 0; d < dim; ++d) finite &= (row[d] & 0x7f80U) != 0x7f80U;
-  return finite;
+  VecHalf found{};
+  std::int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    const VecHalf bits = *reinterpret_cast<const VecHalfInMemory*>(row + d);
+    found |= reinterpret_cast<VecHalf>((bits & 0x7f80) == 0x7f80);
+  }
+  std::int32_t tail = 0;
+  for (; d < dim; ++d) tail |= (row[d] & 0x7f80) == 0x7f80;
+  return tail == 0 && !any(__builtin_convertvector(found, VecI) != VecI{});
 }
 
 // Touches the cache lines of `count` rows ahead of their use.

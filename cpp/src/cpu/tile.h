@@ -23,6 +23,13 @@ struct Bf16PairUnit {
   static FLASHATTN_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) {
     return dot_bf16_pairs(acc, a, b);
   }
+  // Rounds two vectors of float32 to one of pairs.
+  static FLASHATTN_INLINE Vec pair(Vec low, Vec high) { return interleave_bf16(low, high); }
+  // One half of every pair as float32.
+  static FLASHATTN_INLINE Vec half(Vec pairs, int which) {
+    const VecU bits = reinterpret_cast<VecU>(pairs);
+    return reinterpret_cast<Vec>(which == 0 ? bits << 16 : bits & 0xffff0000U);
+  }
 };
 #endif
 

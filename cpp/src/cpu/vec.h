@@ -33,6 +33,10 @@ typedef std::uint16_t VecHalfInMemory
 FLASHATTN_INLINE Vec load(const void* from) { return *static_cast<const VecInMemory*>(from); }
 FLASHATTN_INLINE void store(void* to, Vec x) { *static_cast<VecInMemory*>(to) = x; }
 
+FLASHATTN_INLINE VecI load_int32(const std::int32_t* from) {
+  return reinterpret_cast<VecI>(load(from));
+}
+
 // x - 0 rather than 0 + x: the latter must turn -0 into +0 and would change the bits of bf16 pairs.
 FLASHATTN_INLINE Vec broadcast(float x) { return x - Vec{}; }
 FLASHATTN_INLINE VecI broadcast(std::int32_t x) { return x - VecI{}; }
