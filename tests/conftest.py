@@ -29,10 +29,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """A way to compute, made current for the test and put back to the default behind it."""
+    """A way to compute, made current for the test; the process is put back behind it."""
+    if request.param.isa is None:
+        request.param.activate()
+        yield request.param
+        return
+    from flashattn import _core
+
+    before = _core.active_isa()
     request.param.activate()
     yield request.param
-    if request.param.isa is not None:
-        from flashattn import _core
-
-        _core.set_cpu_isa("")
+    _core.set_isa(before)

@@ -1,6 +1,6 @@
 """What the numeric tests run on: every available backend, and for the CPU every instruction set of this machine.
 
-A Target is one way to compute: `cpu-v3`, `metal-apple-random`, ... tests ask it and never call the package for
+A Target is one way to compute: `cpu-x86-64-v3`, `metal-apple-random`, ... tests ask it and never call the package for
 numbers themselves. FLASHATTN_TEST_BACKENDS names the backends to test (comma separated; default: every available
 one that is chosen without being named). The name `oracle` stands for tests/reference.py itself rounded to the
 call's dtype: the suite must pass on it, which is how the tests are tested.
@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,16 @@ NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
 }
 # Functions of the public API that are not there yet: they are absent, or raise NotImplementedError.
 NOT_IMPLEMENTED_FUNCTIONS = frozenset(
-    {"attention_varlen", "attention_kvcache", "merge_attention", "dropout_mask", "alibi_slopes"}
+    {
+        "attention_varlen",
+        "attention_varlen_backward",
+        "attention_kvcache",
+        "merge_attention",
+        "dropout_mask",
+        "alibi_slopes",
+    }
 )
+_TAKE_BACKEND = {"attention_varlen", "attention_varlen_backward", "attention_kvcache"}
 MAX_HEAD_DIM = {"cpu": 512, "metal": 256, "oracle": 512}
 # How the messages spell an option.
 _SPELLING = {"alibi_slopes": "alibi", "dropout_p": "dropout", "sinks": "sink"}
@@ -62,7 +71,7 @@ class Target:
         if self.isa is not None:
             from flashattn import _core
 
-            _core.set_cpu_isa(self.isa)
+            _core.set_isa(self.isa)
         if self.simulated is not None:
             from flashattn import _core
 
@@ -95,6 +104,18 @@ class Target:
         return fa.attention_backward(
             dout, query, key, value, out, lse, backend=self.backend, **opts
         )
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """A public function beyond the two above, or None after asserting that it is not there yet."""
+        if self.backend == "oracle":
+            return _ORACLE_FUNCTIONS[name]
+        import flashattn as fa
+
+        if name in NOT_IMPLEMENTED_FUNCTIONS:
+            assert not hasattr(fa, name), f"flashattn.{name} is there: delete it from targets.py"
+            return None
+        found: Callable[..., Any] = getattr(fa, name)
+        return partial(found, backend=self.backend) if name in _TAKE_BACKEND else found
 
     def refuses(self, call: Callable[[], Any], options: dict[str, Any]) -> bool:
         """True when `options` use something this backend lacks, after asserting that `call` says so."""
@@ -140,11 +161,36 @@ def _oracle_backward(
     return reference.Gradients(*_from_bhsd(layout, dq, dk, dv), *small)
 
 
+def _oracle_varlen(query: Any, *rest: Any, **opts: Any) -> tuple[Any, Any]:
+    out, lse = reference.attention_varlen(query, *rest, **opts)
+    return out.astype(np.asarray(query).dtype), lse.astype(np.float32)
+
+
+def _oracle_varlen_backward(
+    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *cu_seqlens: Any, **opts: Any
+) -> reference.Gradients:
+    return reference.attention_varlen_backward(dout, query, key, value, *cu_seqlens, **opts)
+
+
+def _oracle_merge(outs: Any, lses: Any) -> tuple[Any, Any]:
+    out, lse = reference.merge_attention(outs, lses)
+    return out.astype(np.asarray(outs[0]).dtype), lse.astype(np.float32)
+
+
+_ORACLE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "attention_varlen": _oracle_varlen,
+    "attention_varlen_backward": _oracle_varlen_backward,
+    "merge_attention": _oracle_merge,
+    "dropout_mask": lambda shape, p, seed, **opts: reference.dropout_mask(shape, p, seed, **opts),
+    "alibi_slopes": reference.alibi_slopes,
+}
+
+
 def _cpu_targets() -> list[Target]:
     from flashattn import _core
 
     missing = NOT_IMPLEMENTED["cpu"]
-    return [Target("cpu", isa=name, missing=missing) for name in _core.cpu_isas()]
+    return [Target("cpu", isa=name, missing=missing) for name in _core.supported_isas()]
 
 
 def _metal_targets() -> list[Target]:
