@@ -1,0 +1,206 @@
+// Views to jobs, the problems without work, and what this backend cannot do yet.
+#include "cpu/cpu_backend.h"
+
+#include <array>
+#include <initializer_list>
+#include <limits>
+
+#include "core/make_visibility.h"
+#include "core/registry.h"
+#include "cpu/backward_schedule.h"
+#include "cpu/decode_schedule.h"
+#include "cpu/dispatch.h"
+#include "cpu/forward_schedule.h"
+#include "cpu/job.h"
+#include "cpu/processor_name.h"
+#include "cpu/thread_pool.h"
+
+namespace flashattn::cpu {
+namespace {
+
+// A stride on an axis of size 1 means nothing; 0 there keeps it out of all sums.
+std::int64_t stride_of(const TensorView& view, std::size_t axis) {
+  return view.shape[axis] == 1 ? 0 : view.stride[axis];
+}
+
+// (batch, seqlen, heads, dim)
+RowTensor row_tensor(const TensorView& view) {
+  if (!view) return {};
+  return {.data = view.data,
+          .batch_stride = stride_of(view, 0),
+          .head_stride = stride_of(view, 2),
+          .row_stride = stride_of(view, 1),
+          .dim_stride = view.shape[3] == 1 ? 1 : view.stride[3]};
+}
+
+// (batch, heads, seqlen_q)
+RowScalars row_scalars(const TensorView& view) {
+  if (!view) return {};
+  return {.data = static_cast<float*>(view.data),
+          .batch_stride = stride_of(view, 0),
+          .head_stride = stride_of(view, 1),
+          .row_stride = stride_of(view, 2)};
+}
+
+AttentionJob job_of(const AttentionProblem& problem, const AttentionInputs& inputs,
+                    const std::vector<Visibility>& visibility) {
+  AttentionJob job;
+  job.dtype = problem.dtype;
+  job.batch = problem.batch;
+  job.query_heads = problem.query_heads;
+  job.kv_heads = problem.kv_heads;
+  job.heads_per_kv = problem.heads_per_kv();
+  job.seqlen_q = problem.seqlen_q;
+  job.seqlen_k = problem.seqlen_k;
+  job.head_dim = problem.head_dim;
+  job.value_dim = problem.value_dim;
+  job.scale = problem.scale;
+  job.visibility = visibility.data();
+  job.query = row_tensor(inputs.query);
+  job.key = row_tensor(inputs.key);
+  job.value = row_tensor(inputs.value);
+  return job;
+}
+
+// Calls item(offset in elements) for every element of a view.
+template <class Item>
+void for_each_element(const TensorView& view, const Item& item) {
+  std::array<std::int64_t, 4> size{1, 1, 1, 1};
+  std::array<std::int64_t, 4> stride{};
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
+    size[axis] = view.shape[axis];
+    stride[axis] = view.stride[axis];
+  }
+  for (std::int64_t a = 0; a < size[0]; ++a) {
+    for (std::int64_t b = 0; b < size[1]; ++b) {
+      for (std::int64_t c = 0; c < size[2]; ++c) {
+        const std::int64_t row = a * stride[0] + b * stride[1] + c * stride[2];
+        for (std::int64_t d = 0; d < size[3]; ++d) item(row + d * stride[3]);
+      }
+    }
+  }
+}
+
+// Zero has the same bits in every dtype.
+void fill_zero(const TensorView& view) {
+  if (!view) return;
+  if (item_size(view.dtype) == 4) {
+    auto* items = static_cast<std::uint32_t*>(view.data);
+    for_each_element(view, [&](std::int64_t at) { items[at] = 0; });
+  } else {
+    auto* items = static_cast<std::uint16_t*>(view.data);
+    for_each_element(view, [&](std::int64_t at) { items[at] = 0; });
+  }
+}
+
+void fill_minus_infinity(const TensorView& view) {
+  auto* items = static_cast<float*>(view.data);
+  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+  for_each_element(view, [&](std::int64_t at) { items[at] = kMinusInfinity; });
+}
+
+std::uint64_t bytes_of(std::initializer_list<TensorView> views) {
+  std::uint64_t total = 0;
+  for (const TensorView& view : views) {
+    if (!view) continue;
+    std::uint64_t bytes = item_size(view.dtype);
+    for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
+      bytes *= static_cast<std::uint64_t>(view.shape[axis]);
+    }
+    total += bytes;
+  }
+  return total;
+}
+
+Support missing(const char* option) {
+  return {.ok = false,
+          .reason = std::string(option) + " is not implemented yet by the cpu backend"};
+}
+
+}  // namespace
+
+std::string CpuBackend::device() const {
+  const int threads = get_num_threads();
+  return processor_name() + " (" + active_isa() + ", " + std::to_string(threads) +
+         (threads == 1 ? " thread)" : " threads)");
+}
+
+Support CpuBackend::available() const {
+  if (!supported_isas().empty()) return {.ok = true, .reason = ""};
+  return {.ok = false, .reason = "this processor runs none of the built instruction sets"};
+}
+
+std::vector<std::string> CpuBackend::features() const {
+  return {"forward", "backward",   "float32", "float16", "bfloat16", "causal",
+          "window",  "kv_lengths", "offsets", "gqa",     "value_dim"};
+}
+
+Support CpuBackend::supports(const AttentionProblem& problem) const {
+  if (problem.device != DeviceKind::kCpu) {
+    return {.ok = false, .reason = "the arrays are not in host memory"};
+  }
+  if (problem.mask != MaskKind::kNone) return missing("mask");
+  if (problem.softcap != 0.0F) return missing("softcap");
+  if (problem.alibi) return missing("alibi_slopes");
+  if (problem.sinks) return missing("sinks");
+  if (problem.dropout.probability > 0.0) return missing("dropout");
+  return {.ok = true, .reason = ""};
+}
+
+void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
+  const AttentionInputs& in = tensors.inputs;
+  adopted_bytes_ += bytes_of({in.query, in.key, in.value, tensors.out, tensors.lse});
+  if (problem.batch == 0 || problem.seqlen_q == 0) return;
+  if (problem.seqlen_k == 0) {
+    fill_zero(tensors.out);
+    fill_minus_infinity(tensors.lse);
+    return;
+  }
+  const std::vector<Visibility> visibility = make_visibilities(problem, in);
+  AttentionJob job = job_of(problem, in, visibility);
+  job.out = row_tensor(tensors.out);
+  job.lse = row_scalars(tensors.lse);
+  const CpuKernels& kernels = active_kernels();
+  if (prefers_decode(job)) {
+    run_decode(job, kernels, ThreadPool::global());
+  } else {
+    run_forward(job, kernels, ThreadPool::global());
+  }
+}
+
+void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
+  const AttentionInputs& in = tensors.inputs;
+  adopted_bytes_ += bytes_of({in.query, in.key, in.value, tensors.out, tensors.lse, tensors.dout,
+                              tensors.dlse, tensors.dq, tensors.dk, tensors.dv});
+  if (problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0) {
+    for (const TensorView& gradient : {tensors.dq, tensors.dk, tensors.dv}) fill_zero(gradient);
+    return;
+  }
+  const std::vector<Visibility> visibility = make_visibilities(problem, in);
+  AttentionJob job = job_of(problem, in, visibility);
+  job.out = row_tensor(tensors.out);
+  job.lse = row_scalars(tensors.lse);
+  job.dout = row_tensor(tensors.dout);
+  job.dlse = row_scalars(tensors.dlse);
+  job.dq = row_tensor(tensors.dq);
+  job.dk = row_tensor(tensors.dk);
+  job.dv = row_tensor(tensors.dv);
+  run_backward(job, active_kernels(), ThreadPool::global());
+}
+
+CopyStats CpuBackend::copy_stats(bool reset) {
+  const std::uint64_t bytes = reset ? adopted_bytes_.exchange(0) : adopted_bytes_.load();
+  return {.adopted_bytes = bytes, .copied_bytes = 0};
+}
+
+}  // namespace flashattn::cpu
+
+namespace flashattn {
+
+Backend& cpu_backend() {
+  // Never destroyed: a thread of the program may still call while the process ends.
+  static auto* const backend = new cpu::CpuBackend;
+  return *backend;
+}
+
+}  // namespace flashattn
