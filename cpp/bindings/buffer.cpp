@@ -3,6 +3,7 @@
 // promises 16 bytes; kernels like 64, and Metal adopts whole pages without a copy.
 #include "buffer.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -16,6 +17,8 @@ namespace nb = nanobind;
 namespace {
 
 constexpr std::size_t kVectorAlignment = 64;  // bytes: a cache line, and the widest vector
+// From here on first writes cost page faults worth avoiding; numpy draws the line at the same size.
+constexpr std::size_t kHugePageThreshold = std::size_t{4} << 20;
 
 std::size_t page_size() {
   static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -26,9 +29,13 @@ class Buffer {
  public:
   // Page-aligned blocks also end at a page's end, which is what Metal asks for.
   Buffer(std::size_t bytes, bool page_aligned) : bytes_(bytes) {
-    const std::size_t alignment = page_aligned ? page_size() : kVectorAlignment;
+    const bool large = bytes >= kHugePageThreshold;
+    const std::size_t alignment = page_aligned || large ? page_size() : kVectorAlignment;
     const std::size_t rounded = (bytes / alignment + 1) * alignment;
     if (rounded < bytes || posix_memalign(&data_, alignment, rounded) != 0) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    if (large) madvise(data_, rounded, MADV_HUGEPAGE);  // a hint; its failure changes nothing
+#endif
   }
   ~Buffer() { std::free(data_); }
   Buffer(const Buffer&) = delete;

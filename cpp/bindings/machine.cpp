@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cpu/dispatch.h"
 #include "cpu/thread_pool.h"
 #include "flashattn/backend.h"
 #include "ndarray.h"
@@ -17,9 +18,13 @@ namespace nb = nanobind;
 
 namespace {
 
+using BackendFacts = nb::typed<nb::tuple, nb::str, nb::str, bool, nb::str,
+                               nb::typed<nb::tuple, nb::str, nb::ellipsis>>;
+using ByteCounts = nb::typed<nb::tuple, int, int>;
+
 // [(name, device, available, reason, features)] in the order in which backends are asked.
-nb::list describe_backends() {
-  nb::list result;
+nb::typed<nb::list, BackendFacts> describe_backends() {
+  nb::typed<nb::list, BackendFacts> result;
   for (const Backend* backend : backends()) {
     const Support available = backend->available();
     nb::list features;
@@ -32,8 +37,8 @@ nb::list describe_backends() {
 
 // {name: (adopted_bytes, copied_bytes)}. Copies made on the way in are the cpu backend's: nothing
 // else takes host memory that it cannot read as it is.
-nb::dict copy_stats(bool reset) {
-  nb::dict result;
+nb::typed<nb::dict, nb::str, ByteCounts> copy_stats(bool reset) {
+  nb::typed<nb::dict, nb::str, ByteCounts> result;
   for (Backend* backend : backends()) {
     CopyStats stats = backend->copy_stats(reset);
     const std::string name = backend->name();
@@ -52,10 +57,15 @@ constexpr const char* kCompiler = "gcc " __VERSION__;
 }  // namespace
 
 void bind_machine(nb::module_& module) {
-  module.attr("__version__") = FLASHATTN_VERSION;
+  module.attr("VERSION") = FLASHATTN_VERSION;
   module.attr("COMPILER") = kCompiler;
   module.def("backends", &describe_backends, "(name, device, available, reason, features) each.");
   module.def("copy_stats", &copy_stats, nb::arg("reset"), "{backend: (adopted, copied)} in bytes.");
+  module.def("built_isas", &cpu::built_isas, "Instruction sets of this build, best first.");
+  module.def("supported_isas", &cpu::supported_isas, "Those that run here, best first.");
+  module.def("active_isa", &cpu::active_isa, "The one that calls use.");
+  module.def("set_isa", &cpu::set_isa, nb::arg("name"),
+             "Makes later calls use it; \"\" is the best.");
   module.def("get_num_threads", &cpu::get_num_threads, "Threads of a parallel loop.");
   module.def("set_num_threads", &cpu::set_num_threads, nb::arg("threads"),
              "Sets the threads of later calls, the calling thread included.");

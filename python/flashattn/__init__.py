@@ -1,0 +1,49 @@
+"""Exact attention, forward and backward, for CPUs and Apple GPUs.
+
+>>> import numpy as np, flashattn as fa
+>>> q = k = v = np.ones((1, 128, 8, 64), np.float32)   # (batch, seqlen, heads, head_dim)
+>>> fa.attention(q, k, v, causal=True).shape
+(1, 128, 8, 64)
+
+The score matrix is never stored: memory grows with the sequence, not with its square. numpy arrays
+and torch tensors go in and come out; torch tensors take part in autograd. docs/math.md has the
+rules that every backend keeps.
+"""
+
+from flashattn._api import (
+    AttentionGradients,
+    attention,
+    attention_backward,
+    attention_forward,
+)
+from flashattn._arrays import empty
+from flashattn._core import VERSION
+from flashattn._machine import (
+    BackendInfo,
+    CopyStats,
+    backends,
+    copy_stats,
+    get_num_threads,
+    set_num_threads,
+    show_config,
+)
+from flashattn._options import DropoutShard
+
+__version__ = VERSION
+
+__all__ = [
+    "AttentionGradients",
+    "BackendInfo",
+    "CopyStats",
+    "DropoutShard",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "backends",
+    "copy_stats",
+    "empty",
+    "get_num_threads",
+    "set_num_threads",
+    "show_config",
+]

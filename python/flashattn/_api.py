@@ -1,0 +1,217 @@
+"""The attention calls: options, outputs in the caller's framework, and one call into the core."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashattn import _core
+from flashattn._arrays import Framework, framework_of
+from flashattn._options import AttentionOptions, documents_options, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import Unpack
+
+_FORWARD = "attention"
+_BACKWARD = "attention_backward"
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients in the shapes of their inputs; None where the call had no such input."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dmask: Any = None
+    dalibi_slopes: Any = None
+    dsinks: Any = None
+
+
+@documents_options
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    return_lse: bool = False,
+    out: Any = None,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """softmax(scale * query key^T) value, without ever storing the score matrix.
+
+    FlashAttention (Dao, Fu, Ermon, Rudra, Re, NeurIPS 2022; Dao, ICLR 2024): exact, in memory
+    linear in the sequence length, and the same bits for any number of threads and any batch mates.
+    Differentiable for torch tensors, once: a second derivative raises RuntimeError.
+
+    Args:
+        query: (batch, seqlen_q, query_heads, head_dim), float32, float16 or bfloat16. With
+            layout="bhsd" the seqlen and heads axes change places, here and below. Any strides.
+        key: (batch, seqlen_k, kv_heads, head_dim); query_heads is a multiple of kv_heads, and query
+            head h uses key head h // (query_heads // kv_heads).
+        value: (batch, seqlen_k, kv_heads, value_dim).
+        return_lse: also return lse.
+        out: an array to write the result into, or a pair (out, lse) of such. Not for frameworks
+            whose arrays must not change (JAX, MLX), and not where autograd records a gradient.
+        **options: as follows; they all combine, and none is ever silently dropped.
+
+    Returns:
+        out, (batch, seqlen_q, query_heads, value_dim) in query's dtype and framework; with
+        return_lse the pair (out, lse), where lse (batch, query_heads, seqlen_q) is float32: the
+        natural logarithm of the sum of exp(scores). A row that sees no key gives out 0, lse -inf.
+
+    Raises:
+        ValueError: shapes or values that do not fit; the text names argument, got and expected.
+        TypeError: dtypes or kinds that do not fit.
+        NotImplementedError: no backend can do this combination; the text has each one's reason.
+        RuntimeError: a device failed.
+    """
+    framework = framework_of(_FORWARD, query, key, value)
+    parsed = parse(_FORWARD, options)
+    if parsed.dropout_p > 0 and "dropout_seed" not in options:
+        parsed.dropout_seed = framework.draw_seed()
+    torch_module = sys.modules.get("flashattn._torch")
+    if torch_module is not None and torch_module.records_gradient(
+        query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks
+    ):
+        if out is not None:
+            raise ValueError(f"{_FORWARD}: out must not be given where autograd records")
+        result, lse = _record(framework, query, key, value, parsed)
+    else:
+        result, lse = _forward(framework, query, key, value, parsed, out)
+    return (result, lse) if return_lse else result
+
+
+@documents_options
+def attention_forward(
+    query: Any, key: Any, value: Any, *, out: Any = None, **options: Unpack[AttentionOptions]
+) -> tuple[Any, Any]:
+    """The pair (out, lse) of `attention`, never recorded by autograd.
+
+    Args:
+        query: as in `attention`, key, value and errors too.
+        key: see query.
+        value: see query.
+        out: as in `attention`.
+        **options: as follows; dropout_seed is required when dropout_p > 0, because
+            attention_backward needs the same one.
+
+    Returns:
+        (out, lse): (batch, seqlen_q, query_heads, value_dim) in query's dtype, and float32
+        (batch, query_heads, seqlen_q).
+    """
+    framework = framework_of(_FORWARD, query, key, value)
+    parsed = _parse_with_seed("attention_forward", options)
+    return _forward(framework, query, key, value, parsed, out)
+
+
+@documents_options
+def attention_backward(
+    dout: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any = None,
+    **options: Unpack[AttentionOptions],
+) -> AttentionGradients:
+    """Gradients of attention_forward, from its own results. Deterministic.
+
+    Args:
+        dout: gradient of out, in out's shape and dtype.
+        query: as in the forward call; key and value likewise.
+        key: see query.
+        value: see query.
+        out: the forward call's out.
+        lse: the forward call's lse.
+        dlse: gradient of lse, float32 (batch, query_heads, seqlen_q), or None for zero.
+        **options: exactly those of the forward call:
+
+    Returns:
+        AttentionGradients. dmask is float32 (float64 for a float64 mask) and None for a bool mask.
+
+    Raises:
+        ValueError: and TypeError, NotImplementedError, RuntimeError, as `attention` does.
+    """
+    framework = framework_of(_BACKWARD, query, key, value)
+    parsed = _parse_with_seed(_BACKWARD, options)
+    wanted = (True, True, True, parsed.mask is not None and not _is_bool(parsed.mask), True, True)
+    tensors = (query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks)
+    return AttentionGradients(
+        *_gradients(framework, parsed, dout, dlse, out, lse, wanted, *tensors)
+    )
+
+
+def _parse_with_seed(function: str, options: Mapping[str, Any]) -> _core.Options:
+    parsed = parse(function, options)
+    if parsed.dropout_p > 0 and "dropout_seed" not in options:
+        raise ValueError(f"{function}: dropout_seed (not given) must be given when dropout_p > 0")
+    return parsed
+
+
+def _is_bool(mask: Any) -> bool:
+    return str(getattr(mask, "dtype", "")).rpartition(".")[2] == "bool"
+
+
+def _forward(
+    framework: Framework, query: Any, key: Any, value: Any, options: _core.Options, given: Any
+) -> tuple[Any, Any]:
+    out, lse = framework.forward_outputs(query, value, options.heads_first)
+    if given is None:
+        _core.forward(query, key, value, out, lse, options, False)
+        return framework.finish(out, query), framework.finish(lse, query)
+    if isinstance(given, tuple) and len(given) == 2:
+        out, lse = given
+    else:
+        out = given
+    for name, array in (("out", out), ("lse", lse)):
+        if not framework.is_output(array):
+            raise TypeError(
+                f"{_FORWARD}: {name} ({type(array).__name__}) must be an array of query's "
+                "framework that can be written"
+            )
+    _core.forward(query, key, value, out, lse, options, True)
+    return out, lse
+
+
+def _gradients(
+    framework: Framework,
+    options: _core.Options,
+    dout: Any,
+    dlse: Any,
+    out: Any,
+    lse: Any,
+    wanted: tuple[bool, ...],
+    *tensors: Any,
+) -> list[Any]:
+    """Gradients of query, key, value, mask, alibi_slopes, sinks; None: not wanted, or no input."""
+    makers = (framework.gradient,) * 3 + (framework.wide_gradient,) * 3
+    results = [
+        make(tensor) if want and tensor is not None else None
+        for make, tensor, want in zip(makers, tensors, wanted, strict=True)
+    ]
+    query, key, value = tensors[:3]
+    dq, dk, dv, dmask, dalibi_slopes, dsinks = results
+    _core.backward(
+        query, key, value, out, lse, dout, dlse, dq, dk, dv, dmask, dalibi_slopes, dsinks, options
+    )
+    return [None if array is None else framework.finish(array, query) for array in results]
+
+
+def _record(
+    framework: Framework, query: Any, key: Any, value: Any, options: _core.Options
+) -> tuple[Any, Any]:
+    """The call as one node of torch's graph."""
+    from flashattn._torch import AttentionFunction
+
+    def run(query: Any, key: Any, value: Any, *_: Any) -> tuple[Any, Any]:
+        return _forward(framework, query, key, value, options, None)
+
+    def gradients(*arguments: Any) -> list[Any]:
+        return _gradients(framework, options, *arguments)
+
+    tensors = (query, key, value, options.mask, options.alibi_slopes, options.sinks)
+    result: tuple[Any, Any] = AttentionFunction.apply(run, gradients, *tensors)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,273 @@
+"""Arrays of several frameworks: which framework a call belongs to, and its outputs' memory.
+
+Reading arrays is the core's work (cpp/bindings/ndarray.cpp); it comes back to `adapt` here for
+arrays that it cannot take as they are. Every framework except numpy is optional and never
+imported here.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashattn import _core
+
+_FLOAT32 = np.dtype(np.float32)
+_FLOAT64 = np.dtype(np.float64)
+_DLPACK_HOST_DEVICES = (1, 8)  # kDLCPU, kDLMetal
+
+
+def output_shapes(
+    query_shape: tuple[int, ...], value_shape: tuple[int, ...], heads_first: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse. Only the number of axes is checked; every other rule is the core's.
+
+    Raises:
+        ValueError: query or value does not have four axes.
+    """
+    if len(query_shape) != 4 or len(value_shape) != 4:
+        name, shape = ("query", query_shape) if len(query_shape) != 4 else ("value", value_shape)
+        raise ValueError(f"attention: {name}.ndim ({len(shape)}) must be 4")
+    batch, second, third, _ = query_shape
+    lse_shape = (batch, second, third) if heads_first else (batch, third, second)
+    return (batch, second, third, value_shape[3]), lse_shape
+
+
+class Framework(Protocol):
+    """What a call needs from the framework that its arrays come from. New arrays are contiguous."""
+
+    def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
+        """Uninitialised (out, lse) on query's device; out in query's dtype, lse float32."""
+
+    def gradient(self, array: Any) -> Any:
+        """Uninitialised, in array's shape and dtype."""
+
+    def wide_gradient(self, array: Any) -> Any:
+        """Uninitialised, in array's shape; float64 for a float64 array, else float32."""
+
+    def is_output(self, array: Any) -> bool:
+        """Whether `array` may be given as `out=`."""
+
+    def finish(self, array: Any, like: Any) -> Any:
+        """The result in the caller's framework, from an array made here."""
+
+    def draw_seed(self) -> int:
+        """63 random bits from the framework's own generator."""
+
+
+def _numpy_empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    memory = _core.Buffer(math.prod(shape) * dtype.itemsize, False)
+    return np.ndarray(shape, dtype, memory)  # type: ignore[arg-type]
+
+
+class NumpyFramework:
+    """numpy arrays, bfloat16 of ml_dtypes included."""
+
+    def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
+        out_shape, lse_shape = output_shapes(query.shape, value.shape, heads_first)
+        return _numpy_empty(out_shape, query.dtype), _numpy_empty(lse_shape, _FLOAT32)
+
+    def gradient(self, array: Any) -> Any:
+        return _numpy_empty(array.shape, array.dtype)
+
+    def wide_gradient(self, array: Any) -> Any:
+        return _numpy_empty(array.shape, _FLOAT64 if array.dtype == _FLOAT64 else _FLOAT32)
+
+    def is_output(self, array: Any) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def finish(self, array: Any, like: Any) -> Any:
+        return array
+
+    def draw_seed(self) -> int:
+        # numpy's global generator is the one that numpy.random.seed governs.
+        return int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
+
+
+class DLPackFramework:
+    """Any other producer of CPU arrays. Results return through its array namespace, or as numpy."""
+
+    def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
+        out_shape, lse_shape = output_shapes(_shape_of(query), _shape_of(value), heads_first)
+        return _numpy_empty(out_shape, _dtype_of(query)), _numpy_empty(lse_shape, _FLOAT32)
+
+    def gradient(self, array: Any) -> Any:
+        return _numpy_empty(_shape_of(array), _dtype_of(array))
+
+    def wide_gradient(self, array: Any) -> Any:
+        wide = _FLOAT64 if _dtype_of(array) == _FLOAT64 else _FLOAT32
+        return _numpy_empty(_shape_of(array), wide)
+
+    def is_output(self, array: Any) -> bool:
+        return False
+
+    def finish(self, array: Any, like: Any) -> Any:
+        namespace = getattr(like, "__array_namespace__", None)
+        from_dlpack = getattr(namespace(), "from_dlpack", None) if namespace is not None else None
+        return array if from_dlpack is None else from_dlpack(array)
+
+    def draw_seed(self) -> int:
+        return NUMPY.draw_seed()
+
+
+NUMPY = NumpyFramework()
+DLPACK = DLPackFramework()
+_TORCH: Framework | None = None
+_TENSOR: type | None = None
+
+
+def framework_of(function: str, query: Any, key: Any, value: Any) -> Framework:
+    """The framework of a call's arrays.
+
+    Raises:
+        TypeError: query is no array, or key or value is of another framework.
+    """
+    kind = type(query)
+    if type(key) is kind and type(value) is kind:
+        if kind is np.ndarray:
+            return NUMPY
+        if kind is _TENSOR and _TORCH is not None:
+            return _TORCH
+    framework = _one_framework(function, "query", query)
+    for name, array in (("key", key), ("value", value)):
+        if _one_framework(function, name, array) is not framework:
+            raise TypeError(
+                f"{function}: {name} ({_type_name(array)}) must be of the framework of query "
+                f"({_type_name(query)})"
+            )
+    return framework
+
+
+def _one_framework(function: str, name: str, array: Any) -> Framework:
+    global _TORCH, _TENSOR
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{function}: {name} (masked array) must be a plain array; use the option mask"
+        )
+    if isinstance(array, np.ndarray):
+        return NUMPY
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if _TORCH is None:
+            from flashattn import _torch
+
+            _TORCH = _torch.TorchFramework()
+            _TENSOR = torch.Tensor
+        return _TORCH
+    if hasattr(array, "__dlpack__"):
+        return DLPACK
+    raise TypeError(
+        f"{function}: {name} ({_type_name(array)}) must be a numpy array, a torch tensor or "
+        "another array with __dlpack__"
+    )
+
+
+def _type_name(array: object) -> str:
+    kind = type(array)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _shape_of(array: Any) -> tuple[int, ...]:
+    shape = getattr(array, "shape", None)
+    return tuple(shape) if shape is not None else tuple(np.from_dlpack(array).shape)
+
+
+def _dtype_of(array: Any) -> np.dtype[Any]:
+    """A foreign array's dtype in numpy's terms; bfloat16 needs ml_dtypes."""
+    if not hasattr(array, "dtype"):
+        array = np.from_dlpack(array)
+    name: Any = str(array.dtype).rpartition(".")[2]
+    if name == "bfloat16":
+        import ml_dtypes
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def adapt(function: str, argument: str, array: Any, writable: bool) -> tuple[Any, bool, bool]:
+    """Makes an array importable that the core could not take as it is, or says why not.
+
+    Returns:
+        (array, its uint16 elements are bfloat16, it is a copy)
+
+    Raises:
+        TypeError: no array, or a dtype or kind that cannot be read.
+        ValueError: the wrong device, too many axes, or `writable` and not writable in place.
+    """
+    label = f"{function}: {argument}"
+    if isinstance(array, np.ndarray):
+        return _adapt_numpy(label, array, writable)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        from flashattn import _torch
+
+        return _torch.adapt(label, array, writable)
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{label} ({_type_name(array)}) must be an array")
+    device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
+    if int(device[0]) not in _DLPACK_HOST_DEVICES:
+        raise ValueError(f"{label}.device (DLPack type {int(device[0])}) must be the CPU or Metal")
+    return _adapt_numpy(label, np.from_dlpack(array), writable)
+
+
+def _adapt_numpy(label: str, array: np.ndarray[Any, Any], writable: bool) -> tuple[Any, bool, bool]:
+    dtype = array.dtype
+    if array.ndim > 4:
+        raise ValueError(f"{label}.ndim ({array.ndim}) must be at most 4")
+    is_bfloat16 = dtype.name == "bfloat16"
+    if not is_bfloat16 and (dtype.kind not in "fbi" or not dtype.isnative):
+        raise TypeError(f"{label}.dtype ({dtype}) must be a native floating, bool or integer dtype")
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{label} (read-only) must be writable")
+    copied = not array.flags.aligned or any(
+        stride % dtype.itemsize
+        for stride, size in zip(array.strides, array.shape, strict=True)
+        if size > 1
+    )
+    if copied:
+        if writable:
+            raise ValueError(f"{label} must be aligned to its item size ({dtype.itemsize} bytes)")
+        array = array.copy()
+    elif any(stride % dtype.itemsize for stride in array.strides):
+        array = np.lib.stride_tricks.as_strided(array, array.shape, _item_strides(array))
+    if is_bfloat16:
+        if dtype.isnative:
+            _core.register_bfloat16(np.ndarray, dtype, np.dtype(np.uint16))
+        array = array.view(np.uint16)
+    return array, is_bfloat16, copied
+
+
+def _item_strides(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """The strides, with those of axes of size 1 (which mean nothing) set to the item size."""
+    return tuple(
+        array.itemsize if size == 1 else stride
+        for stride, size in zip(array.strides, array.shape, strict=True)
+    )
+
+
+def empty(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """An uninitialised numpy array that starts at a page: Metal adopts it without a copy.
+
+    Args:
+        shape: an int or a tuple of ints.
+        dtype: anything numpy takes as a dtype; ml_dtypes.bfloat16 too.
+
+    Returns:
+        A C-contiguous, writable numpy array. Its memory is page-aligned and fills whole pages.
+
+    Raises:
+        ValueError: a negative size.
+        TypeError: numpy does not know the dtype, or it holds Python objects.
+    """
+    sizes = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"empty: shape ({sizes}) must not have negative sizes")
+    element = np.dtype(dtype)
+    if element.hasobject:
+        raise TypeError(f"empty: dtype ({element}) must not hold Python objects")
+    memory = _core.Buffer(math.prod(sizes) * element.itemsize, True)
+    return np.ndarray(sizes, element, memory)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""torch tensors: memory for results, autograd, and tensors that need work before they can be read.
+
+Imported when the first torch tensor arrives. Nothing is compiled against torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from flashattn import _core
+from flashattn._arrays import output_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_core.register_torch(torch.Tensor, torch.nn.Parameter)
+
+
+class TorchFramework:
+    """Results are torch tensors on the query's device.
+
+    empty_like and sizes as separate arguments take half the time of new_empty(shape), and a small
+    call consists of little else.
+    """
+
+    def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
+        query = _plain(query)
+        shape = query.shape
+        out_shape, lse_shape = output_shapes(shape, value.shape, heads_first)
+        same = out_shape[3] == shape[3] and query.is_contiguous()
+        out = torch.empty_like(query) if same else query.new_empty(*out_shape)
+        if query.dtype is torch.float32:
+            return out, query.new_empty(*lse_shape)
+        return out, query.new_empty(*lse_shape, dtype=torch.float32)
+
+    def gradient(self, array: Any) -> Any:
+        return torch.empty_like(_plain(array), memory_format=torch.contiguous_format)
+
+    def wide_gradient(self, array: Any) -> Any:
+        wide = torch.float64 if array.dtype is torch.float64 else torch.float32
+        return _plain(array).new_empty(array.shape, dtype=wide)
+
+    def is_output(self, array: Any) -> bool:
+        return isinstance(array, torch.Tensor)
+
+    def finish(self, array: Any, like: Any) -> Any:
+        return array
+
+    def draw_seed(self) -> int:
+        return int(torch.randint(0, 2**63 - 1, ()).item())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    return tensor.as_subclass(torch.Tensor)
+
+
+def records_gradient(*arrays: Any) -> bool:
+    """Whether autograd must know of a call on these arrays (Nones and non-tensors are ignored)."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        # A raw call would lose a dual tensor's tangent; the autograd function refuses it loudly.
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    for array in arrays:  # noqa: SIM110 - on the way of every call, and any() takes twice as long
+        if array is not None and getattr(array, "requires_grad", False):
+            return True
+    return False
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Attention as one autograd node with outputs (out, lse). Not twice differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Any], gradients: Callable[..., Any], *tensors: Any
+    ) -> Any:
+        """`run` gives (out, lse), `gradients(dout, dlse, out, lse, wanted, *tensors)` theirs.
+
+        tensors: query, key, value, mask, alibi_slopes, sinks; the last three may be None.
+        """
+        out, lse = run(*tensors)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.gradients = gradients
+        # A None tells "no gradient arrives", which saves the work of a zero dlse.
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        """Gradients of the six tensors, None where none is wanted."""
+        out, lse, *tensors = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 8
+        if dout is None:
+            dout = torch.zeros_like(out)
+        wanted = ctx.needs_input_grad[2:]
+        return (None, None, *ctx.gradients(dout, dlse, out, lse, wanted, *tensors))
+
+
+def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, bool]:
+    """A tensor that the core can import, for one that it cannot; see flashattn._arrays.adapt."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{label}.layout ({tensor.layout}) must be torch.strided")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{label}.device ({tensor.device}) must be cpu")
+    if tensor.ndim > 4:
+        raise ValueError(f"{label}.ndim ({tensor.ndim}) must be at most 4")
+    if tensor.is_quantized:
+        raise TypeError(f"{label}.dtype ({tensor.dtype}) must not be quantized")
+    plain = _plain(tensor.detach())
+    copied = plain.is_neg()
+    if copied:
+        plain = plain.resolve_neg()
+    try:
+        address = plain.data_ptr()
+    except RuntimeError:
+        address = 0
+    if address == 0 and plain.numel() != 0:
+        raise TypeError(
+            f"{label} must have memory of its own (this is a fake, vmapped or symbolic tensor)"
+        )
+    if address % plain.element_size() != 0:
+        copied, plain = True, plain.clone()
+    if copied and writable:
+        raise ValueError(f"{label} must be aligned to its item size and not a negated view")
+    return plain, False, copied
