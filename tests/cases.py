@@ -1,7 +1,9 @@
-"""Test problems: a Case is a few numbers, build() turns it into arrays with the oracle's and the yardstick's answers.
+"""Test problems: a Case is a few numbers, build() turns it into arrays with the oracle's and the
+yardstick's answers.
 
-Answers are computed when first asked for and kept, so all targets of a case share them. `check_forward` and
-`check_backward` are the body of most tests: run, compare every output by the rule of tests/tolerance.py.
+Answers are computed when first asked for and kept, so all targets of a case share them.
+`check_forward` and `check_backward` are the body of most tests: run, compare every output by the
+rule of tests/tolerance.py.
 """
 
 from __future__ import annotations
@@ -12,10 +14,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
-
 import reference
 from naive import Naive
+from numpy.typing import NDArray
 from targets import Target
 from tolerance import GRADIENT_FACTOR, assert_close
 
@@ -59,8 +60,19 @@ class Case:
             f"{self.batch}x{self.heads}:{self.kv_heads}x{self.seqlen_q}x{self.seqlen_k}"
             f"x{self.head_dim}:{self.value_dim or self.head_dim}"
         )
-        names = ("causal", "window", "scale", "softcap", "q_offset", "k_offset", "kv_lengths",
-                 "mask", "alibi", "sinks", "dropout_p")  # fmt: skip
+        names = (
+            "causal",
+            "window",
+            "scale",
+            "softcap",
+            "q_offset",
+            "k_offset",
+            "kv_lengths",
+            "mask",
+            "alibi",
+            "sinks",
+            "dropout_p",
+        )
         said = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) not in (None, False)]
         return ",".join([sizes, self.dtype, *said]).replace(" ", "")
 

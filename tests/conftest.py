@@ -1,6 +1,8 @@
-"""The `target` fixture: one run of a test per backend, instruction set and simulated device; and hypothesis profiles.
+"""The `target` fixture: one run of a test per backend, instruction set and simulated device; and
+hypothesis profiles.
 
-FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small) or "nightly" (random, large).
+FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small) or "nightly" (random,
+large).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-
 from targets import Target, all_targets
 
 _SHARED = {

@@ -1,9 +1,11 @@
-"""The yardstick of the tolerance rule: plain attention in the call's own dtype, rounded after every tensor op.
+"""The yardstick of the tolerance rule: plain attention in the call's own dtype, rounded after every
+tensor op.
 
-It does what a framework's unfused path does: each matrix product accumulates in float32 and is rounded once to the
-dtype, softmax is taken in float32 and rounded, and the backward pass is the chain rule through those ops. Its
-distance from the oracle says what a dtype costs without any cleverness. Inputs must be finite at visible places;
-positions excluded by the oracle's visibility are selected away. Relies on numpy, tests/reference.py for visibility.
+It does what a framework's unfused path does: each matrix product accumulates in float32 and is
+rounded once to the dtype, softmax is taken in float32 and rounded, and the backward pass is the
+chain rule through those ops. Its distance from the oracle says what a dtype costs without any
+cleverness. Inputs must be finite at visible places; positions excluded by the oracle's visibility
+are selected away. Relies on numpy, tests/reference.py for visibility.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 import reference
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float32]
 
@@ -25,7 +26,9 @@ def rounder(dtype: np.dtype) -> Callable[[ArrayLike], Array]:
 
 
 class Naive:
-    """One problem in one dtype. forward() and backward() return float32 arrays holding values of the dtype."""
+    """One problem in one dtype. forward() and backward() return float32 arrays holding values of
+    the dtype.
+    """
 
     def __init__(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **opts: Any) -> None:
         self.options = reference.Options(**opts)

@@ -1,8 +1,8 @@
 """Philox4x32 and the dropout mask that every backend must reproduce bit for bit.
 
-Relies on numpy's wrapping unsigned integers only. The numbering of elements is docs/math.md's: it depends on
-the global (batch, head, query, key) coordinates, never on a tile, a shard or a thread. Source of the generator:
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+Relies on numpy's wrapping unsigned integers only. The numbering of elements is docs/math.md's: it
+depends on the global (batch, head, query, key) coordinates, never on a tile, a shard or a thread.
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def random_units(index: NDArray[np.uint64], seed: int, offset: int = 0) -> NDArr
 def element_index(
     shape: tuple[int, int, int, int], shard: DropoutShard | None = None
 ) -> NDArray[np.uint64]:
-    """Global index of every (batch, head, query, key) element of a call; `shape` is the call's own."""
+    """Global index of each (batch, head, query, key) element; `shape` is the call's own."""
     batch, heads, queries, keys = shape
     at = shard or DropoutShard(heads, 0, queries, 0, keys, 0)
     b, h, i, j = (
@@ -83,7 +83,9 @@ def dropout_mask(
     offset: int = 0,
     shard: DropoutShard | None = None,
 ) -> NDArray[np.float64]:
-    """0 where a probability is dropped, 1 / (1 - p) where it is kept; (batch, heads, queries, keys)."""
+    """0 where a probability is dropped, 1 / (1 - p) where it is kept; (batch, heads, queries,
+    keys).
+    """
     if not 0.0 <= probability <= 1.0:
         raise ValueError(f"dropout probability ({probability}) must lie in [0, 1]")
     if probability == 1.0:

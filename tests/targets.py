@@ -1,15 +1,19 @@
-"""What the numeric tests run on: every available backend, and for the CPU every instruction set of this machine.
+"""What the numeric tests run on: every available backend, and for the CPU every instruction set of
+this machine.
 
-A Target is one way to compute: `cpu-x86-64-v3`, `metal-apple-random`, ... tests ask it and never call the package for
-numbers themselves. FLASHATTN_TEST_BACKENDS names the backends to test (comma separated; default: every available
-one that is chosen without being named). The name `oracle` stands for tests/reference.py itself rounded to the
-call's dtype: the suite must pass on it, which is how the tests are tested.
+A Target is one way to compute: `cpu-x86-64-v3`, `metal-apple-random`, ... tests ask it and never
+call the package for numbers themselves. FLASHATTN_TEST_BACKENDS names the backends to test (comma
+separated; default: every available one that is chosen without being named). The name `oracle`
+stands for tests/reference.py itself rounded to the call's dtype: the suite must pass on it, which
+is how the tests are tested.
 
 For the simulated Metal device FLASHATTN_TEST_SIMULATED lists fragment map / schedule pairs, e.g.
-"row/fifo,apple/random,random:3/priority"; without it the METAL_SIM_* environment holds for the whole run.
+"row/fifo,apple/random,random:3/priority"; without it the METAL_SIM_* environment holds for the
+whole run.
 
-An option that a backend lacks stands in NOT_IMPLEMENTED: there the call must raise NotImplementedError and name the
-option. Implementing it makes those tests fail until its row here is deleted.
+An option that a backend lacks stands in NOT_IMPLEMENTED: there the call must raise
+NotImplementedError and name the option. Implementing it makes those tests fail until its row here
+is deleted.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
+import reference_packed
 
 NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
     "cpu": frozenset({"mask", "softcap", "alibi_slopes", "sinks", "dropout_p"}),
@@ -106,7 +110,7 @@ class Target:
         )
 
     def function(self, name: str) -> Callable[..., Any] | None:
-        """A public function beyond the two above, or None after asserting that it is not there yet."""
+        """A public function beyond the two above, or None after asserting it is not there."""
         if self.backend == "oracle":
             return _ORACLE_FUNCTIONS[name]
         import flashattn as fa
@@ -118,7 +122,9 @@ class Target:
         return partial(found, backend=self.backend) if name in _TAKE_BACKEND else found
 
     def refuses(self, call: Callable[[], Any], options: dict[str, Any]) -> bool:
-        """True when `options` use something this backend lacks, after asserting that `call` says so."""
+        """True when `options` use something this backend lacks, after asserting that `call` says
+        so.
+        """
         lacking = self.lacks(options)
         if not lacking:
             return False
@@ -157,23 +163,23 @@ def _oracle_backward(
     small = (
         None if x is None else x.astype(np.float32)
         for x in (grads.dmask, grads.dalibi_slopes, grads.dsinks)
-    )  # fmt: skip
+    )
     return reference.Gradients(*_from_bhsd(layout, dq, dk, dv), *small)
 
 
 def _oracle_varlen(query: Any, *rest: Any, **opts: Any) -> tuple[Any, Any]:
-    out, lse = reference.attention_varlen(query, *rest, **opts)
+    out, lse = reference_packed.attention_varlen(query, *rest, **opts)
     return out.astype(np.asarray(query).dtype), lse.astype(np.float32)
 
 
 def _oracle_varlen_backward(
     dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *cu_seqlens: Any, **opts: Any
 ) -> reference.Gradients:
-    return reference.attention_varlen_backward(dout, query, key, value, *cu_seqlens, **opts)
+    return reference_packed.attention_varlen_backward(dout, query, key, value, *cu_seqlens, **opts)
 
 
 def _oracle_merge(outs: Any, lses: Any) -> tuple[Any, Any]:
-    out, lse = reference.merge_attention(outs, lses)
+    out, lse = reference_packed.merge_attention(outs, lses)
     return out.astype(np.asarray(outs[0]).dtype), lse.astype(np.float32)
 
 
@@ -182,7 +188,7 @@ _ORACLE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention_varlen_backward": _oracle_varlen_backward,
     "merge_attention": _oracle_merge,
     "dropout_mask": lambda shape, p, seed, **opts: reference.dropout_mask(shape, p, seed, **opts),
-    "alibi_slopes": reference.alibi_slopes,
+    "alibi_slopes": reference_packed.alibi_slopes,
 }
 
 

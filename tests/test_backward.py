@@ -1,4 +1,6 @@
-"""Backward: every gradient, with the gradient of lse, against the closed form in float64, on every target."""
+"""Backward: every gradient, with the gradient of lse, against the closed form in float64, on every
+target.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-
 import reference
 from cases import DTYPES, GRADIENTS, Case, build, check_backward, check_gradients
 from naive import Naive
@@ -57,12 +58,19 @@ def test_without_dlse(target: Target, dtype: str) -> None:
     plain = Naive(*problem.inputs, causal=True).backward(problem.dout)
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(none, name), getattr(zero, name))
-        assert_close(getattr(none, name), getattr(exact, name), getattr(plain, name),
-                     factor=GRADIENT_FACTOR, name=name)  # fmt: skip
+        assert_close(
+            getattr(none, name),
+            getattr(exact, name),
+            getattr(plain, name),
+            factor=GRADIENT_FACTOR,
+            name=name,
+        )
 
 
 def test_only_dlse(target: Target) -> None:
-    """With dout = 0 the gradient is the softmax's pull on lse alone: dv = 0, dq = scale * p k * dlse."""
+    """With dout = 0 the gradient is the softmax's pull on lse alone: dv = 0, dq = scale * p k *
+    dlse.
+    """
     problem = build(Case(1, 2, 2, 17, 29, 16))
     out, lse = target.forward(*problem.inputs)
     silent = np.zeros_like(problem.dout)
@@ -71,8 +79,13 @@ def test_only_dlse(target: Target) -> None:
     plain = Naive(*problem.inputs).backward(silent, problem.dlse)
     assert (grads.dv == 0).all()
     for name in ("dq", "dk"):
-        assert_close(getattr(grads, name), getattr(exact, name), getattr(plain, name),
-                     factor=GRADIENT_FACTOR, name=name)  # fmt: skip
+        assert_close(
+            getattr(grads, name),
+            getattr(exact, name),
+            getattr(plain, name),
+            factor=GRADIENT_FACTOR,
+            name=name,
+        )
 
 
 def test_absent_inputs_have_no_gradient(target: Target) -> None:
@@ -112,9 +125,11 @@ def test_strides_change_nothing(target: Target, kind: str, dtype: str) -> None:
     out, lse = target.forward(*problem.inputs, causal=True)
     plain = target.backward(problem.dout, *problem.inputs, out, lse, dlse=problem.dlse, causal=True)
     moved = target.backward(
-        *(_restride(x, kind) for x in (problem.dout, *problem.inputs, out)), lse,
-        dlse=problem.dlse[:, :, ::-1].copy()[:, :, ::-1], causal=True,
-    )  # fmt: skip
+        *(_restride(x, kind) for x in (problem.dout, *problem.inputs, out)),
+        lse,
+        dlse=problem.dlse[:, :, ::-1].copy()[:, :, ::-1],
+        causal=True,
+    )
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(moved, name), getattr(plain, name), err_msg=name)
 

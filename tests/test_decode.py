@@ -1,7 +1,7 @@
 """Decode: a few query rows against many keys, where backends switch to another kernel.
 
-The switch must not show: the rows equal the oracle, and equal the same rows taken from a call too tall to be
-decode, within the rule of tests/tolerance.py.
+The switch must not show: the rows equal the oracle, and equal the same rows taken from a call too
+tall to be decode, within the rule of tests/tolerance.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 import reference
 from cases import DTYPES, Case, build, check_forward
 from naive import Naive
@@ -80,7 +79,9 @@ def test_same_as_the_tall_call(target: Target, heads: tuple[int, int], dtype: st
 
 
 def test_cache_as_a_slice_of_a_longer_one(target: Target) -> None:
-    """(B, Hkv, S, D) cache seen in layout bhsd through a slice: strides of the long cache, rows of the short."""
+    """(B, Hkv, S, D) cache seen in layout bhsd through a slice: strides of the long cache, rows of
+    the short.
+    """
     rng = np.random.default_rng(3)
     cache_k, cache_v = (np.full((2, 2, 1024, 64), np.nan, np.float32) for _ in range(2))
     query = rng.standard_normal((2, 8, 1, 64)).astype(np.float32)

@@ -1,4 +1,6 @@
-"""The same call gives the same bits: run to run, for every thread count, whatever else is in the batch."""
+"""The same call gives the same bits: run to run, for every thread count, whatever else is in the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from cases import Case, build
 from targets import Target
 
@@ -84,7 +85,7 @@ def test_run_to_run(target: Target, threads: Any, name: str) -> None:
 
 
 def test_neighbouring_rows(target: Target) -> None:
-    """A row's bits do not depend on the values of other rows of its tile (no shared running max)."""
+    """A row's bits do not depend on the other rows of its tile (no shared running max)."""
     problem = build(Case(1, 1, 1, 64, 200, 32))
     query = problem.query.copy()
     before = target.forward(*problem.inputs)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from cases import DTYPES, Case, build, check_forward
 from targets import Target
 from tolerance import assert_close
@@ -15,12 +14,19 @@ from tolerance import assert_close
 CAUSAL = (False, True, "top_left")
 
 
-def _case(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, head_dim: int,
-          value_dim: int | None = None) -> Case:  # fmt: skip
+def _case(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    value_dim: int | None = None,
+) -> Case:
     return Case(batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, value_dim)
 
 
-# The smallest, the ragged, more queries than keys and fewer, groups, every odd head_dim, value_dim apart.
+# The smallest, the ragged, Tq > Tk and Tq < Tk, groups, odd head_dims, value_dim apart.
 SHAPES = [
     _case(1, 1, 1, 1, 1, 1),
     _case(1, 1, 1, 1, 1, 64),
@@ -80,10 +86,17 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "dropout": {"dropout_p": 0.3},
     "everything": {
-        "softcap": 2.0, "mask": "holes", "alibi": "batch", "sinks": True, "dropout_p": 0.2, "causal": True,
-        "window": (20, 3), "kv_lengths": (41, 30), "scale": 0.3,
+        "softcap": 2.0,
+        "mask": "holes",
+        "alibi": "batch",
+        "sinks": True,
+        "dropout_p": 0.2,
+        "causal": True,
+        "window": (20, 3),
+        "kv_lengths": (41, 30),
+        "scale": 0.3,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -102,10 +115,8 @@ def _restride(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "dim_first":
         return np.ascontiguousarray(x.transpose(3, 1, 2, 0)).transpose(3, 1, 2, 0)
     padded = np.full((x.shape[0], x.shape[1] + 1, x.shape[2], 2 * x.shape[3] + 1), np.nan, x.dtype)
-    if kind == "step_2":
-        view = padded[:, :-1, :, 1::2]
-    else:
-        view = padded[:, 1:, :, 3 : 3 + x.shape[3]]  # odd offset: rows that are not aligned
+    # "offset" starts at an odd element, so that no row is aligned.
+    view = padded[:, :-1, :, 1::2] if kind == "step_2" else padded[:, 1:, :, 3 : 3 + x.shape[3]]
     view[...] = x
     return view
 
@@ -214,7 +225,7 @@ def _check_arrays(target: Target, query: Any, key: Any, value: Any, **opts: Any)
 def test_value_identity_returns_probabilities(target: Target) -> None:
     problem = build(Case(1, 2, 2, 9, 31, 12))
     eye = np.broadcast_to(np.eye(31, dtype=np.float32)[None, :, None, :], (1, 31, 2, 31)).copy()
-    out, lse = target.forward(problem.query, problem.key, eye)
+    out, _lse = target.forward(problem.query, problem.key, eye)
     np.testing.assert_allclose(out.sum(-1), 1.0, atol=5e-7)
     _check_arrays(target, problem.query, problem.key, eye)
 

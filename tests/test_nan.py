@@ -1,4 +1,6 @@
-"""NaN and Inf: never out of an excluded position, always out of a visible one, and only into the rows that see it."""
+"""NaN and Inf: never out of an excluded position, always out of a visible one, and only into the
+rows that see it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from cases import DTYPES, Case, build
 from targets import Target
 
@@ -63,7 +64,7 @@ def test_keys_that_no_row_sees(target: Target, name: str, dtype: str, bad: str) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", BAD)
 def test_key_seen_by_some_rows(target: Target, bad: str, dtype: str, where: str) -> None:
-    """Causal: rows before a bad key keep their bits, in out, lse and dq, at every place in a tile."""
+    """Causal: rows before a bad key keep their bits in out, lse and dq."""
     case = Case(1, 2, 1, 100, 100, 20, dtype=dtype, causal=True)
     problem = build(case)
     clean = _all(target, _arrays(case), problem.dlse, problem.options)

@@ -1,20 +1,20 @@
 """The golden cases of the ONNX Attention operator (onnx 1.22.0's wheel), on every target.
 
-Mapping: (batch, heads, seqlen, dim) or packed (batch, seqlen, heads * dim); without a past, causal is top-left; a past
-is concatenated and its length becomes q_offset; nonpad_kv_seqlen is kv_lengths, aligned bottom-right; a mask narrower
-than the keys is padded with -inf. The optional score outputs and the present caches are not ours and are not compared.
+Mapping: (batch, heads, seqlen, dim) or packed (batch, seqlen, heads * dim); without a past, causal
+is top-left; a past is concatenated and its length becomes q_offset; nonpad_kv_seqlen is kv_lengths,
+aligned bottom-right; a mask narrower than the keys is padded with -inf. The optional score outputs
+and the present caches are not ours and are not compared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 from naive import Naive
 from targets import Target
@@ -56,7 +56,7 @@ def _pad_mask(mask: np.ndarray, seqlen_k: int) -> np.ndarray:
     return np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)], constant_values=fill)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> Golden:
     folder = FOLDER / f"test_attention_{name}"
     node = onnx.load(folder / "model.onnx").graph.node[0]
@@ -91,7 +91,9 @@ def test_there_are_64_cases() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_oracle_agrees(name: str) -> None:
-    """Our rules are ONNX's rules; what is left is the golden file's own rounding (a few ulp of its dtype)."""
+    """Our rules are ONNX's rules; what is left is the golden file's own rounding (a few ulp of its
+    dtype).
+    """
     golden = load(name)
     exact = reference.attention(golden.query, golden.key, golden.value, **golden.options)
     ulp = float(np.finfo(golden.out.dtype).eps)

@@ -1,6 +1,7 @@
 """Properties over the whole option space: random problems against the oracle, forward and backward.
 
-Derandomised and small by default; FLASHATTN_HYPOTHESIS=nightly draws afresh and far more (conftest.py).
+Derandomised and small by default; FLASHATTN_HYPOTHESIS=nightly draws afresh and far more
+(conftest.py).
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import reference_packed
+from cases import Case, Problem, check_backward, check_forward
 from hypothesis import given
 from hypothesis import strategies as st
-
-import reference
-from cases import Case, Problem, check_backward, check_forward
 from targets import Target
 
 HEAD_DIMS = st.one_of(
     st.integers(1, 96), st.sampled_from([3, 59, 64, 80, 111, 127, 128, 129, 200, 256])
-)  # fmt: skip
+)
 LENGTHS = st.one_of(
     st.integers(1, 20), st.integers(1, 150), st.sampled_from([63, 64, 65, 128, 129])
 )
@@ -48,14 +48,21 @@ def plain_cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         lengths = tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
     return Case(
-        batch, kv_heads * group, kv_heads, seqlen_q, seqlen_k, draw(HEAD_DIMS),
+        batch,
+        kv_heads * group,
+        kv_heads,
+        seqlen_q,
+        seqlen_k,
+        draw(HEAD_DIMS),
         draw(st.one_of(st.none(), HEAD_DIMS)),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
         causal=draw(st.sampled_from([False, True, "top_left"])),
         window=draw(st.one_of(st.none(), st.tuples(BOUND, BOUND))),
         scale=draw(st.one_of(st.none(), st.floats(-1.0, 1.0, width=32))),
-        kv_lengths=lengths, seed=draw(st.integers(0, 5)), **offsets,
-    )  # fmt: skip
+        kv_lengths=lengths,
+        seed=draw(st.integers(0, 5)),
+        **offsets,
+    )
 
 
 @st.composite
@@ -101,7 +108,7 @@ def test_disjoint_keys_merge(target: Target, case: Case, cut: float) -> None:
         )
         for s in (slice(0, at), slice(at, case.seqlen_k))
     ]
-    out, lse = reference.merge_attention([p[0] for p in parts], [p[1] for p in parts])
+    out, lse = reference_packed.merge_attention([p[0] for p in parts], [p[1] for p in parts])
     size = max(
         1.0, float(np.abs(problem.oracle.lse[np.isfinite(problem.oracle.lse)]).max(initial=0.0))
     )
@@ -111,9 +118,18 @@ def test_disjoint_keys_merge(target: Target, case: Case, cut: float) -> None:
 
 @given(case=plain_cases(), order=st.randoms(use_true_random=False))
 def test_key_order_does_not_matter(target: Target, case: Case, order: Any) -> None:
-    """Attention without positions is a set operation: permuting the keys permutes dk, dv and nothing else."""
-    case = replace(case, dtype="float32", causal=False, window=None, kv_lengths=None,
-                   q_offset=None, k_offset=None)  # fmt: skip
+    """Attention without positions is a set operation: permuting the keys permutes dk, dv and
+    nothing else.
+    """
+    case = replace(
+        case,
+        dtype="float32",
+        causal=False,
+        window=None,
+        kv_lengths=None,
+        q_offset=None,
+        k_offset=None,
+    )
     problem = Problem(case)
     permutation = list(range(case.seqlen_k))
     order.shuffle(permutation)
@@ -124,9 +140,11 @@ def test_key_order_does_not_matter(target: Target, case: Case, order: Any) -> No
     )
     exact = problem.oracle_gradients
     for got, expected in (
-        (out, problem.oracle.out), (grads.dq, exact.dq),
-        (grads.dk, exact.dk[:, permutation]), (grads.dv, exact.dv[:, permutation]),
-    ):  # fmt: skip
+        (out, problem.oracle.out),
+        (grads.dq, exact.dq),
+        (grads.dk, exact.dk[:, permutation]),
+        (grads.dv, exact.dv[:, permutation]),
+    ):
         np.testing.assert_allclose(
             got, expected, atol=1e-5 * max(1.0, float(np.abs(expected).max(initial=0)))
         )

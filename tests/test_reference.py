@@ -1,7 +1,8 @@
-"""The oracle itself: finite differences, torch in float64, known answers, and the rules on excluded positions.
+"""The oracle itself: finite differences, torch in float64, known answers, and the rules on excluded
+positions.
 
-Nothing here calls the package. Finite differences are central with a step of 1e-6 on float64, so 1e-7 agreement is
-what the arithmetic gives.
+Nothing here calls the package. Finite differences are central with a step of 1e-6 on float64, so
+1e-7 agreement is what the arithmetic gives.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
-
 import philox
+import pytest
 import reference
+import reference_packed
 from reference import DropoutShard
 
 # name -> options; every option alone, then combinations. B=2, H=4, Hkv=2, Tq=3, Tk=5, D=4, Dv=3.
@@ -58,14 +59,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dead_rows_no_sink": {"causal": True, "q_offset": -2},
     "softcap+alibi+mask": {"softcap": 2.0, "alibi_slopes": _SLOPES, "mask": _MASK, "causal": True},
     "window+sinks+dropout": {
-        "window": (2, 1), "sinks": _SINKS, "dropout_p": 0.4, "dropout_seed": 2**40 + 5, "dropout_shard": _SHARD,
+        "window": (2, 1),
+        "sinks": _SINKS,
+        "dropout_p": 0.4,
+        "dropout_seed": 2**40 + 5,
+        "dropout_shard": _SHARD,
     },
     "everything": {
-        "scale": 0.8, "softcap": 1.7, "alibi_slopes": _SLOPES, "mask": _HOLES, "causal": True, "window": (3, 0),
-        "kv_lengths": [5, 3], "q_offset": [2, 1], "sinks": _SINKS, "dropout_p": 0.25, "dropout_seed": 3,
+        "scale": 0.8,
+        "softcap": 1.7,
+        "alibi_slopes": _SLOPES,
+        "mask": _HOLES,
+        "causal": True,
+        "window": (3, 0),
+        "kv_lengths": [5, 3],
+        "q_offset": [2, 1],
+        "sinks": _SINKS,
+        "dropout_p": 0.25,
+        "dropout_seed": 3,
         "dropout_offset": 9,
     },
-}  # fmt: skip
+}
 
 
 def _inputs(seed: int = 0, **shape: int) -> dict[str, np.ndarray]:
@@ -107,8 +121,14 @@ def test_gradients_match_finite_differences(name: str) -> None:
         alive = np.isfinite(result.lse)
         return float((dout * result.out).sum() + (dlse[alive] * result.lse[alive]).sum())
 
-    checked = {"query": grads.dq, "key": grads.dk, "value": grads.dv, "alibi_slopes": grads.dalibi_slopes,
-               "sinks": grads.dsinks, "mask": grads.dmask}  # fmt: skip
+    checked = {
+        "query": grads.dq,
+        "key": grads.dk,
+        "value": grads.dv,
+        "alibi_slopes": grads.dalibi_slopes,
+        "sinks": grads.dsinks,
+        "mask": grads.dmask,
+    }
     for argument, analytic in checked.items():
         if analytic is None:
             continue
@@ -134,9 +154,13 @@ def test_agrees_with_torch_in_float64(name: str) -> None:
     mask = opts.get("mask")
     out = torch.nn.functional.scaled_dot_product_attention(
         *tensors,
-        attn_mask=None if mask is None else torch.tensor(np.broadcast_to(mask, (2, 4, 3, 5)).copy()),
-        is_causal=opts.get("causal") == "top_left", scale=opts.get("scale"), enable_gqa=True,
-    )  # fmt: skip
+        attn_mask=None
+        if mask is None
+        else torch.tensor(np.broadcast_to(mask, (2, 4, 3, 5)).copy()),
+        is_causal=opts.get("causal") == "top_left",
+        scale=opts.get("scale"),
+        enable_gqa=True,
+    )
     expected = torch.autograd.grad(out, tensors, torch.tensor(dout.transpose(0, 2, 1, 3)))
     ours = reference.attention(**arrays, **opts)
     grads = reference.attention_backward(dout, **arrays, **opts)
@@ -150,14 +174,22 @@ def test_agrees_with_torch_in_float64(name: str) -> None:
     [
         (10, (0,) * 4, (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         (10, (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (10, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            10,
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
         (7, (0,) * 4, (0, 0), "5f6fb709 0d893f64 4f121f81 4f730a48"),
         (7, (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-        (7, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-         "4dfccaba 190a87f0 c47362ba b6b5242a"),
+        (
+            7,
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "4dfccaba 190a87f0 c47362ba b6b5242a",
+        ),
     ],
-)  # fmt: skip
+)
 def test_philox_known_answers(
     rounds: int, counter: tuple[int, ...], key: tuple[int, int], words: str
 ) -> None:
@@ -222,11 +254,9 @@ def test_dead_row_has_zero_output_and_gradients() -> None:
     ones = np.ones((2, 3, 4, 3))
     result = reference.attention(**arrays, mask=mask)
     grads = reference.attention_backward(ones, **arrays, dlse=np.ones((2, 4, 3)), mask=mask)
-    assert (
-        (result.out[:, 1] == 0).all()
-        and np.isneginf(result.lse[:, :, 1]).all()
-        and (grads.dq[:, 1] == 0).all()
-    )
+    assert (result.out[:, 1] == 0).all()
+    assert np.isneginf(result.lse[:, :, 1]).all()
+    assert (grads.dq[:, 1] == 0).all()
     sunk = reference.attention(**arrays, mask=mask, sinks=_SINKS)
     np.testing.assert_allclose(sunk.lse[:, :, 1], np.broadcast_to(_SINKS, (2, 4)))
 
@@ -271,11 +301,12 @@ def test_merge_of_disjoint_keys_is_the_whole() -> None:
             "value": arrays["value"][:, begin:end],
         }
         parts.append(reference.attention(**part, causal=True, q_offset=2, k_offset=begin))
-    out, lse = reference.merge_attention([p.out for p in parts], [p.lse for p in parts])
+    out, lse = reference_packed.merge_attention([p.out for p in parts], [p.lse for p in parts])
     np.testing.assert_allclose(out, whole.out, atol=1e-14)
     np.testing.assert_allclose(lse, whole.lse, atol=1e-14)
-    dead = reference.merge_attention([whole.out] * 2, [np.full_like(whole.lse, -np.inf)] * 2)
-    assert (dead[0] == 0).all() and np.isneginf(dead[1]).all()
+    dead = reference_packed.merge_attention([whole.out] * 2, [np.full_like(whole.lse, -np.inf)] * 2)
+    assert (dead[0] == 0).all()
+    assert np.isneginf(dead[1]).all()
 
 
 def test_varlen_is_each_sequence_alone() -> None:
@@ -286,19 +317,24 @@ def test_varlen_is_each_sequence_alone() -> None:
         rng.standard_normal((12, 2, 3)),
     )
     cu_q, cu_k = [0, 0, 5, 9, 9], [0, 4, 4, 8, 12]
-    out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, causal=True)
+    out, lse = reference_packed.attention_varlen(q, k, v, cu_q, cu_k, causal=True)
     alone = reference.attention(q[None, 5:9], k[None, 4:8], v[None, 4:8], causal=True)
     np.testing.assert_array_equal(out[5:9], alone.out[0])
-    assert (out[:5] == 0).all() and np.isneginf(lse[:, :5]).all()
-    grads = reference.attention_varlen_backward(np.ones_like(out), q, k, v, cu_q, cu_k, causal=True)
-    assert (grads.dk[:4] == 0).all() and (grads.dk[8:] == 0).all() and (grads.dv[8:] == 0).all()
+    assert (out[:5] == 0).all()
+    assert np.isneginf(lse[:, :5]).all()
+    grads = reference_packed.attention_varlen_backward(
+        np.ones_like(out), q, k, v, cu_q, cu_k, causal=True
+    )
+    assert (grads.dk[:4] == 0).all()
+    assert (grads.dk[8:] == 0).all()
+    assert (grads.dv[8:] == 0).all()
 
 
 def test_paged_cache_is_the_flat_cache() -> None:
     rng = np.random.default_rng(12)
     q, new_k, new_v = (rng.standard_normal((2, 2, 2, 4)) for _ in range(3))
     k_cache, v_cache = (rng.standard_normal((2, 8, 2, 4)) for _ in range(2))
-    flat, keys, _ = reference.attention_kvcache(
+    flat, keys, _ = reference_packed.attention_kvcache(
         q, k_cache, v_cache, cache_seqlens=[3, 5], k=new_k, v=new_v, causal=True
     )
     table = np.array([[2, 0, 5, 1], [7, 3, 4, 6]])
@@ -307,7 +343,7 @@ def test_paged_cache_is_the_flat_cache() -> None:
         for page in range(4):
             paged_k[table[b, page]] = k_cache[b, 2 * page : 2 * page + 2]
             paged_v[table[b, page]] = v_cache[b, 2 * page : 2 * page + 2]
-    paged, pages, _ = reference.attention_kvcache(
+    paged, pages, _ = reference_packed.attention_kvcache(
         q, paged_k, paged_v, cache_seqlens=[3, 5], k=new_k, v=new_v, block_table=table, causal=True
     )
     np.testing.assert_array_equal(paged.out, flat.out)
@@ -317,5 +353,5 @@ def test_paged_cache_is_the_flat_cache() -> None:
 
 def test_alibi_slopes_for_counts_that_are_no_power_of_two() -> None:
     np.testing.assert_array_equal(
-        reference.alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+        reference_packed.alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     )

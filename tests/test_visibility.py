@@ -1,7 +1,8 @@
-"""Which keys a row sees: causal both ways, windows, offsets, lengths, and chunks that add up to the whole.
+"""Which keys a row sees: causal both ways, windows, offsets, lengths, and chunks that add up to the
+whole.
 
-With value = identity and equal scores the output shows the visible set itself, so the sets are compared exactly;
-numbers are compared with the oracle as everywhere.
+With value = identity and equal scores the output shows the visible set itself, so the sets are
+compared exactly; numbers are compared with the oracle as everywhere.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
+import reference_packed
 from cases import Case, build, check_backward, check_forward
 from targets import Target
 
@@ -38,8 +39,9 @@ def _visible_set(
     """(batch, Tq, Tk) bool, as the backend sees it."""
     query = np.zeros((batch, seqlen_q, 1, 4), np.float32)
     key = np.zeros((batch, seqlen_k, 1, 4), np.float32)
-    eye = np.broadcast_to(np.eye(seqlen_k, dtype=np.float32)[None, :, None, :],
-                          (batch, seqlen_k, 1, seqlen_k)).copy()  # fmt: skip
+    eye = np.broadcast_to(
+        np.eye(seqlen_k, dtype=np.float32)[None, :, None, :], (batch, seqlen_k, 1, seqlen_k)
+    ).copy()
     out, lse = target.forward(query, key, eye, **opts)
     visible = out[:, :, 0, :] != 0
     with np.errstate(divide="ignore"):
@@ -67,7 +69,7 @@ def test_window_and_causal(
 @pytest.mark.parametrize("window", [(3, 1), (-1, 2), (9, -1)], ids=str)
 @pytest.mark.parametrize(
     "offsets", [(0, 0), (7, 0), (0, 7), (100, 90), (-5, 0), (3, -4), (2**40, 2**40 - 3)], ids=str
-)  # fmt: skip
+)
 def test_offsets(
     target: Target, offsets: tuple[int, int], window: tuple[int, int], causal: bool
 ) -> None:
@@ -105,9 +107,13 @@ NUMBERS = {
     "lengths_short": {"kv_lengths": (10, 0, 41), "window": (16, 3)},
     "offsets": {"q_offset": (3, 60, -20), "k_offset": 5, "causal": True},
     "everything": {
-        "q_offset": (30, 45, 5), "k_offset": 2, "causal": True, "window": (25, -1), "kv_lengths": (66, 70, 9),
+        "q_offset": (30, 45, 5),
+        "k_offset": 2,
+        "causal": True,
+        "window": (25, -1),
+        "kv_lengths": (66, 70, 9),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -148,20 +154,24 @@ def test_query_chunks_are_the_whole(target: Target, window: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_key_chunks_merge_to_the_whole(target: Target, causal: bool) -> None:
-    """Ring attention: keys in pieces with k_offset, merged by their LSE, are the whole; dead pieces too."""
+    """Ring attention: keys in pieces with k_offset, merged by their LSE, are the whole; dead pieces
+    too.
+    """
     problem = build(Case(2, 4, 2, 50, 50, 16, causal=causal))
     query, key, value = problem.inputs
     parts = [
         target.forward(query, key[:, b:e], value[:, b:e], causal=causal, q_offset=0, k_offset=b)
         for b, e in ((0, 7), (7, 7), (7, 40), (40, 50))
     ]
-    out, lse = reference.merge_attention([p[0] for p in parts], [p[1] for p in parts])
+    out, lse = reference_packed.merge_attention([p[0] for p in parts], [p[1] for p in parts])
     np.testing.assert_allclose(out, problem.oracle.out, atol=2e-6)
     np.testing.assert_allclose(lse, problem.oracle.lse, atol=2e-6)
 
 
 def test_key_chunks_of_backward_sum_to_the_whole(target: Target) -> None:
-    """Given the whole row's out and lse, the pieces' dq add up, and dk, dv are the whole's own rows."""
+    """Given the whole row's out and lse, the pieces' dq add up, and dk, dv are the whole's own
+    rows.
+    """
     problem = build(Case(1, 4, 2, 50, 50, 16, causal=True))
     query, key, value = problem.inputs
     out, lse = target.forward(*problem.inputs, causal=True)
@@ -170,9 +180,17 @@ def test_key_chunks_of_backward_sum_to_the_whole(target: Target) -> None:
     dq = np.zeros(query.shape)
     for b, e in ((0, 7), (7, 40), (40, 50)):
         part = target.backward(
-            problem.dout, query, key[:, b:e], value[:, b:e], out, lse, dlse=problem.dlse,
-            causal=True, q_offset=0, k_offset=b,
-        )  # fmt: skip
+            problem.dout,
+            query,
+            key[:, b:e],
+            value[:, b:e],
+            out,
+            lse,
+            dlse=problem.dlse,
+            causal=True,
+            q_offset=0,
+            k_offset=b,
+        )
         dq += part.dq
         np.testing.assert_allclose(part.dk, problem.oracle_gradients.dk[:, b:e], atol=1e-5)
         np.testing.assert_allclose(part.dv, problem.oracle_gradients.dv[:, b:e], atol=1e-5)
@@ -198,6 +216,6 @@ def test_window_that_is_no_pair_of_ints(target: Target, window: Any) -> None:
 
 
 def test_window_is_compared_in_64_bits(target: Target) -> None:
-    """Bounds of 2^31 and more exclude nothing here; a 32-bit sum would wrap and exclude everything."""
+    """Bounds of 2^31 and more exclude nothing; a 32-bit sum would wrap and exclude all."""
     for big in (2**31 - 1, 2**31, 2**40, 2**62):
         assert _visible_set(target, 5, 7, window=(big, big)).all()

@@ -2,8 +2,9 @@
 
     max|x - oracle| <= factor * max|naive - oracle| + 2 * max|(oracle + 0.3 - 0.3) - oracle|
 
-factor is 2 for results and 3 for gradients; the last term is taken in x's dtype and says what storing the result
-costs. Relies on numpy. It compares whole tensors: one number per output, no per-test epsilon.
+factor is 2 for results and 3 for gradients; the last term is taken in x's dtype and says what
+storing the result costs. Relies on numpy. It compares whole tensors: one number per output, no
+per-test epsilon.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GRADIENT_FACTOR = 3.0
 
 
 def _distance(x: NDArray, oracle: NDArray) -> NDArray[np.float64]:
-    """|x - oracle|, 0 where both are the same infinity or both NaN, inf where only one is finite."""
+    """|x - oracle|: 0 for the same infinity or NaN in both, inf where one alone is finite."""
     with np.errstate(invalid="ignore"):
         distance = np.abs(x - oracle)
     same = (np.isnan(x) & np.isnan(oracle)) | ((x == oracle) & np.isinf(oracle))
@@ -42,7 +43,9 @@ def assert_close(
     factor: float = FORWARD_FACTOR,
     name: str = "out",
 ) -> None:
-    """Asserts the rule; the message names the worst element. `naive` is the same-dtype yardstick's output."""
+    """Asserts the rule; the message names the worst element. `naive` is the same-dtype yardstick's
+    output.
+    """
     got = np.asarray(x)
     exact = np.asarray(oracle, np.float64)
     plain = np.asarray(naive).astype(np.float64)
@@ -55,12 +58,14 @@ def assert_close(
     assert np.isfinite(yardstick), (
         f"{name}: the naive computation is no yardstick here (it is not finite)"
     )
-    allowed = factor * yardstick + 2.0 * storage_error(exact, got.dtype)
+    storage = storage_error(exact, got.dtype)
+    allowed = factor * yardstick + 2.0 * storage
     error = _distance(got.astype(np.float64), exact)
     worst = np.unravel_index(int(error.argmax()), error.shape)
     at = tuple(int(i) for i in worst)
     assert error[worst] <= allowed, (
-        f"{name}{list(at)} = {got[worst]!r}, expected {exact[worst]!r}: error {error[worst]:.3g} > allowed {allowed:.3g}"
-        f" = {factor:g} x {yardstick:.3g} (naive {got.dtype}) + 2 x {storage_error(exact, got.dtype):.3g} (storage);"
+        f"{name}{list(at)} = {got[worst]!r}, expected {exact[worst]!r}: "
+        f"error {error[worst]:.3g} > allowed {allowed:.3g} = "
+        f"{factor:g} x {yardstick:.3g} (naive {got.dtype}) + 2 x {storage:.3g} (storage);"
         f" {int((error > allowed).sum())} of {error.size} elements are over"
     )

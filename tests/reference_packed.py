@@ -1,0 +1,144 @@
+"""The float64 oracle for packed sequences, KV caches, merging and ALiBi slopes: loops over
+tests/reference.py.
+
+Same conventions and promises as there; a separate file because it is a separate idea: what
+surrounds one attention call, not the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import reference
+from numpy.typing import ArrayLike
+from reference import Array
+
+
+def _sequence_options(opts: dict[str, Any], b: int) -> dict[str, Any]:
+    """The options of sequence b of a packed batch, as a batch of one."""
+    if opts.get("dropout_p") or opts.get("mask") is not None:
+        raise NotImplementedError("the packed reference has no dropout and no mask")
+    picked = dict(opts)
+    slopes = picked.get("alibi_slopes")
+    if slopes is not None and np.ndim(slopes) == 2:
+        picked["alibi_slopes"] = np.asarray(slopes)[b]
+    return picked
+
+
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    **opts: Any,
+) -> tuple[Array, Array]:
+    """Packed sequences, one after the other: out (total_q, H, Dv), lse (H, total_q)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
+    lse = np.full((q.shape[1], q.shape[0]), -np.inf)
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        part = reference.attention(
+            q[None, rows], k[None, keys], v[None, keys], **_sequence_options(opts, b)
+        )
+        out[rows], lse[:, rows] = part.out[0], part.lse[0]
+    return out, lse
+
+
+def attention_varlen_backward(
+    dout: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    dlse: ArrayLike | None = None,
+    **opts: Any,
+) -> reference.Gradients:
+    """Gradients of attention_varlen; rows and keys outside every sequence get 0."""
+    do, q, k, v = (np.asarray(x, np.float64) for x in (dout, query, key, value))
+    grads = reference.Gradients(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v))
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        dl = None if dlse is None else np.asarray(dlse)[None, :, rows]
+        part = reference.attention_backward(
+            do[None, rows],
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            dl,
+            **_sequence_options(opts, b),
+        )
+        grads.dq[rows], grads.dk[keys], grads.dv[keys] = part.dq[0], part.dk[0], part.dv[0]
+    return grads
+
+
+def attention_kvcache(
+    query: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    *,
+    cache_seqlens: Sequence[int],
+    k: ArrayLike | None = None,
+    v: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
+    **opts: Any,
+) -> tuple[reference.Result, Array, Array]:
+    """Appends k, v behind each length, then attends; returns the result and the new caches.
+
+    Caches are (B, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) reached through
+    block_table (B, max_pages).
+    """
+    keys, values = np.array(k_cache, np.float64), np.array(v_cache, np.float64)
+    lengths = [int(n) for n in cache_seqlens]
+    batch = len(lengths)
+
+    def slot(b: int, position: int) -> tuple[int, int]:
+        if block_table is None:
+            return b, position
+        page_size = keys.shape[1]
+        return int(np.asarray(block_table)[b, position // page_size]), position % page_size
+
+    if k is not None and v is not None:
+        for b in range(batch):
+            for t in range(np.shape(k)[1]):
+                at = slot(b, lengths[b] + t)
+                keys[at], values[at] = np.asarray(k)[b, t], np.asarray(v)[b, t]
+        lengths = [n + np.shape(k)[1] for n in lengths]
+    longest = max(lengths, default=0)
+    flat_k = np.zeros((batch, longest, *keys.shape[2:]))
+    flat_v = np.zeros((batch, longest, *values.shape[2:]))
+    for b in range(batch):
+        for t in range(lengths[b]):
+            flat_k[b, t], flat_v[b, t] = keys[slot(b, t)], values[slot(b, t)]
+    return reference.attention(query, flat_k, flat_v, kv_lengths=lengths, **opts), keys, values
+
+
+def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[Array, Array]:
+    """Exact merge of partial results over disjoint keys: outs (B, Tq, H, Dv), lses (B, H, Tq)."""
+    parts = np.stack([np.asarray(x, np.float64) for x in lses])
+    top = parts.max(axis=0)
+    shift = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(divide="ignore"):
+        lse = shift + np.log(np.exp(parts - shift).sum(axis=0))
+    weights = np.exp(parts - np.where(np.isneginf(lse), 0.0, lse))
+    out = sum(
+        w.swapaxes(1, 2)[..., None] * np.asarray(x, np.float64)
+        for w, x in zip(weights, outs, strict=True)
+    )
+    return np.asarray(out), lse
+
+
+def alibi_slopes(num_heads: int) -> Array:
+    """Press et al., "Train short, test long" (ICLR 2022), with their rule for counts that are no
+    power of two.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (h + 1) / power) for h in range(power)]
+    slopes += [2.0 ** (-4.0 * (h + 1) / power) for h in range(0, 2 * power, 2)]
+    return np.array(slopes[:num_heads])
