@@ -23,25 +23,26 @@ using flashattn::testing::Array;
 using flashattn::testing::Call;
 using flashattn::testing::Naive;
 using flashattn::testing::NaiveResult;
-using flashattn::testing::Rounding;
 using flashattn::testing::Sizes;
 
-Rounding rounding_to(DType dtype) {
-  return [dtype](double value) {
-    const auto single = static_cast<float>(value);
-    if (dtype == DType::kFloat32) return static_cast<double>(single);
-    const bool half = dtype == DType::kFloat16;
-    return static_cast<double>(
-        half ? flashattn::float16_to_float(flashattn::float_to_float16(single))
-             : flashattn::bfloat16_to_float(flashattn::float_to_bfloat16(single)));
-  };
+// float32 as a value of `dtype`.
+float rounded_to(DType dtype, float value) {
+  if (dtype == DType::kFloat16) {
+    return flashattn::float16_to_float(flashattn::float_to_float16(value));
+  }
+  if (dtype == DType::kBFloat16) {
+    return flashattn::bfloat16_to_float(flashattn::float_to_bfloat16(value));
+  }
+  return value;
 }
 
 double distance(double a, double b) { return a == b ? 0.0 : std::fabs(a - b); }
 
-// got within factor * max|naive - oracle| + 2 max|(oracle + 0.3 - 0.3) - oracle|; NaN never is.
-void expect_close(const std::string& name, const Array& got, const std::vector<double>& oracle,
-                  const std::vector<double>& naive, double factor, const Rounding& round) {
+// got within factor * max|naive - oracle| + 2 max|(oracle + 0.3 - 0.3) - oracle|, where the sum and
+// the difference are rounded to got's dtype; NaN never is.
+void expect_close(const std::string& name, Array& got, const std::vector<double>& oracle,
+                  const std::vector<double>& naive, double factor) {
+  const DType dtype = got.view().dtype;
   double error = 0.0;
   double naive_error = 0.0;
   double rounding_error = 0.0;
@@ -52,8 +53,9 @@ void expect_close(const std::string& name, const Array& got, const std::vector<d
     error = std::max(error, distance(value, oracle[i]));
     naive_error = std::max(naive_error, distance(naive[i], oracle[i]));
     if (std::isinf(oracle[i])) continue;
-    const double there_and_back = round(round(round(oracle[i]) + 0.3) - 0.3);
-    rounding_error = std::max(rounding_error, distance(there_and_back, oracle[i]));
+    const float there = rounded_to(dtype, rounded_to(dtype, static_cast<float>(oracle[i])) + 0.3F);
+    const float back = rounded_to(dtype, there - 0.3F);
+    rounding_error = std::max(rounding_error, distance(static_cast<double>(back), oracle[i]));
   }
   BOOST_TEST(!not_a_number, name << " has a NaN");
   BOOST_TEST(
@@ -113,15 +115,16 @@ void run_case(const Case& c, DType dtype) {
 
     const AttentionProblem problem = make_problem(forward, options);
     const auto visibility = make_visibilities(problem, forward.inputs);
-    const Rounding exact = [](double value) { return value; };
-    const Rounding rounded = rounding_to(dtype);
-    const NaiveResult oracle = Naive(call, problem, visibility, exact).run();
-    const NaiveResult naive = Naive(call, problem, visibility, rounded).run();
-    expect_close("out", call.out, oracle.out, naive.out, 2.0, rounded);
-    expect_close("lse", call.lse, oracle.lse, naive.lse, 2.0, rounding_to(DType::kFloat32));
-    expect_close("dq", call.dq, oracle.dq, naive.dq, 3.0, rounded);
-    expect_close("dk", call.dk, oracle.dk, naive.dk, 3.0, rounded);
-    expect_close("dv", call.dv, oracle.dv, naive.dv, 3.0, rounded);
+    const NaiveResult oracle =
+        Naive<double>(call, problem, visibility, [](double value) { return value; }).run();
+    const NaiveResult naive = Naive<float>(call, problem, visibility, [dtype](float value) {
+                                return rounded_to(dtype, value);
+                              }).run();
+    expect_close("out", call.out, oracle.out, naive.out, 2.0);
+    expect_close("lse", call.lse, oracle.lse, naive.lse, 2.0);
+    expect_close("dq", call.dq, oracle.dq, naive.dq, 3.0);
+    expect_close("dk", call.dk, oracle.dk, naive.dk, 3.0);
+    expect_close("dv", call.dv, oracle.dv, naive.dv, 3.0);
   }
 }
 
