@@ -1,0 +1,68 @@
+// Taking and giving back pooled buffers; see buffer_pool.h.
+#include "metal/buffer_pool.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "flashattn/error.h"
+
+namespace flashattn::metal {
+
+namespace {
+
+constexpr std::size_t kGranularity = 16384;  // one page: smaller steps would only split hairs
+constexpr std::size_t kLargestWaste = 2;  // a kept buffer serves requests of at least half its size
+
+}  // namespace
+
+BufferPool::Lease BufferPool::take(std::size_t bytes) {
+  const std::size_t length =
+      std::max<std::size_t>(1, (bytes + kGranularity - 1) / kGranularity) * kGranularity;
+  {
+    const std::lock_guard lock(mutex_);
+    auto best = idle_.end();
+    for (auto it = idle_.begin(); it != idle_.end(); ++it) {
+      const std::size_t has = (*it)->length();
+      if (has < length || has > kLargestWaste * length) continue;
+      if (best == idle_.end() || has < (*best)->length()) best = it;
+    }
+    if (best != idle_.end()) {
+      NS::SharedPtr<MTL::Buffer> found = std::move(*best);
+      idle_.erase(best);
+      return {this, std::move(found)};
+    }
+  }
+  auto made = NS::TransferPtr(device_->newBuffer(length, MTL::ResourceStorageModeShared));
+  if (!made) {
+    throw DeviceError(
+        "metal: a buffer of " + std::to_string(length) +
+        " bytes cannot be allocated (largest: " + std::to_string(device_->maxBufferLength()) + ")");
+  }
+  return {this, std::move(made)};
+}
+
+void BufferPool::give_back(NS::SharedPtr<MTL::Buffer> buffer) {
+  const std::lock_guard lock(mutex_);
+  idle_.push_back(std::move(buffer));
+  std::size_t total = 0;
+  for (const auto& kept : idle_) total += kept->length();
+  while (total > limit_) {
+    total -= idle_.front()->length();
+    idle_.erase(idle_.begin());
+  }
+}
+
+std::size_t BufferPool::idle_bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::size_t total = 0;
+  for (const auto& kept : idle_) total += kept->length();
+  return total;
+}
+
+void BufferPool::clear() {
+  const std::lock_guard lock(mutex_);
+  idle_.clear();
+}
+
+}  // namespace flashattn::metal

@@ -1,0 +1,103 @@
+// Adopting, staging and copying back; see call_buffers.h.
+#include "metal/call_buffers.h"
+
+#include <cstring>
+
+#include "metal/strided_copy.h"
+
+namespace flashattn::metal {
+
+namespace {
+
+constexpr std::uintptr_t kPageSize = 16384;  // of Apple silicon
+
+}  // namespace
+
+// Metal takes whole pages only. The pages may hold other data around the tensor; the kernels touch
+// none of it.
+bool CallBuffers::adopt(const TensorView& view, BoundTensor* bound) {
+  bound->view = view;
+  if (byte_count(view) == 0) return false;  // nothing to adopt, but the slot needs a buffer
+  if (view.device == DeviceKind::kMetal) {
+    bound->where = {static_cast<MTL::Buffer*>(view.handle),
+                    static_cast<std::uint64_t>(view.byte_offset)};
+    return true;
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
+  if (address % item_size(view.dtype) != 0) return false;
+  const ByteRange range = touched_bytes(view);
+  const std::uintptr_t first = (address - range.before) / kPageSize * kPageSize;
+  const std::uintptr_t last = (address + range.after + kPageSize - 1) / kPageSize * kPageSize;
+  if (last - first > device_->maxBufferLength()) return false;
+  auto buffer = NS::TransferPtr(device_->newBuffer(reinterpret_cast<void*>(first), last - first,
+                                                   MTL::ResourceStorageModeShared, nullptr));
+  if (!buffer) return false;
+  bound->where = {buffer.get(), address - first};
+  adopted_.push_back(std::move(buffer));
+  return true;
+}
+
+BoundTensor CallBuffers::stage(const TensorView& view) {
+  BufferPool::Lease lease = pool_->take(byte_count(view));
+  BoundTensor bound{.where = {lease.get(), 0},
+                    .view = contiguous_like(view, lease.get()->contents())};
+  leases_.push_back(std::move(lease));
+  return bound;
+}
+
+BoundTensor CallBuffers::input(const TensorView& view) {
+  BoundTensor bound;
+  if (adopt(view, &bound)) {
+    counters_->adopted_bytes += byte_count(view);
+    return bound;
+  }
+  bound = stage(view);
+  strided_copy(bound.view, view);
+  counters_->copied_bytes += byte_count(view);
+  return bound;
+}
+
+BoundTensor CallBuffers::output(const TensorView& view) {
+  BoundTensor bound;
+  if (adopt(view, &bound)) {
+    counters_->adopted_bytes += byte_count(view);
+    return bound;
+  }
+  bound = stage(view);
+  staged_outputs_.push_back({.destination = view, .source = bound.view});
+  return bound;
+}
+
+BoundTensor CallBuffers::output_or_scratch(const TensorView& view, const TensorView& like) {
+  return view ? output(view) : stage(like);
+}
+
+BoundBuffer CallBuffers::scratch(std::size_t bytes) {
+  leases_.push_back(pool_->take(bytes));
+  return {leases_.back().get(), 0};
+}
+
+BoundBuffer CallBuffers::table(const void* source, std::size_t bytes) {
+  const BoundBuffer made = scratch(bytes);
+  std::memcpy(made.buffer->contents(), source, bytes);
+  return made;
+}
+
+void CallBuffers::finish() {
+  for (const StagedOutput& staged : staged_outputs_) {
+    strided_copy(staged.destination, staged.source);
+    counters_->copied_bytes += byte_count(staged.source);
+  }
+  staged_outputs_.clear();
+}
+
+TensorView host_view(const TensorView& view) {
+  if (!view || view.device == DeviceKind::kCpu) return view;
+  TensorView host = view;
+  host.data = static_cast<std::byte*>(static_cast<MTL::Buffer*>(view.handle)->contents()) +
+              view.byte_offset;
+  host.device = DeviceKind::kCpu;
+  return host;
+}
+
+}  // namespace flashattn::metal

@@ -1,0 +1,72 @@
+// The buffers of one call: every tensor becomes an MTLBuffer and an offset, without a copy where
+// that is possible.
+//   Metal arrays      their own MTLBuffer at byte_offset
+//   host memory       the enclosing 16 KiB pages, adopted by newBufferWithBytesNoCopy
+//   else              a pooled staging buffer: inputs are copied in, outputs copied out by finish()
+// Lives until the GPU is done with the call.
+#pragma once
+
+#include <Metal/Metal.hpp>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "flashattn/backend.h"
+#include "flashattn/tensor.h"
+#include "metal/buffer_pool.h"
+
+namespace flashattn::metal {
+
+struct BoundBuffer {
+  MTL::Buffer* buffer = nullptr;
+  std::uint64_t offset = 0;  // bytes from the buffer's start to element [0,0,0,0]
+};
+
+struct BoundTensor {
+  BoundBuffer where;
+  TensorView view;  // the strides that the kernel has to use; staging makes them contiguous
+};
+
+// Totals of the process; CopyStats' source.
+struct CopyCounters {
+  std::atomic<std::uint64_t> adopted_bytes{0};
+  std::atomic<std::uint64_t> copied_bytes{0};
+};
+
+class CallBuffers {
+ public:
+  CallBuffers(MTL::Device* device, BufferPool* pool, CopyCounters* counters)
+      : device_(device), pool_(pool), counters_(counters) {}
+
+  BoundTensor input(const TensorView& view);
+  BoundTensor output(const TensorView& view);
+  // `view`, or where it is absent scratch memory in the shape of `like`.
+  BoundTensor output_or_scratch(const TensorView& view, const TensorView& like);
+  // Scratch memory of the GPU, undefined content.
+  BoundBuffer scratch(std::size_t bytes);
+  // Scratch memory that holds a copy of `bytes` bytes from `source`.
+  BoundBuffer table(const void* source, std::size_t bytes);
+  // After the GPU is done: staged outputs go to where the caller wants them.
+  void finish();
+
+ private:
+  struct StagedOutput {
+    TensorView destination;
+    TensorView source;  // contiguous, inside the staging buffer
+  };
+
+  bool adopt(const TensorView& view, BoundTensor* bound);
+  BoundTensor stage(const TensorView& view);
+
+  MTL::Device* device_;
+  BufferPool* pool_;
+  CopyCounters* counters_;
+  std::vector<NS::SharedPtr<MTL::Buffer>> adopted_;
+  std::vector<BufferPool::Lease> leases_;
+  std::vector<StagedOutput> staged_outputs_;
+};
+
+// The same view with `data` pointing at host-visible memory: for arrays that the host itself reads.
+TensorView host_view(const TensorView& view);
+
+}  // namespace flashattn::metal

@@ -1,0 +1,101 @@
+// Encoding dispatches and waiting; see encode.h.
+#include "metal/encode.h"
+
+#include <cassert>
+#include <string>
+#include <vector>
+
+#include "flashattn/error.h"
+#include "metal/objects.h"
+
+namespace flashattn::metal {
+
+namespace {
+
+// A pipeline per dispatch, compiled before anything runs.
+using Pipelines = std::vector<NS::SharedPtr<MTL::ComputePipelineState>>;
+
+void bind_slots(MTL::ComputeCommandEncoder* encoder, const Dispatch& dispatch,
+                const SlotTable& slots) {
+  for (const Binding& binding : dispatch.bindings) {
+    const BoundBuffer& bound = slots[binding.slot];
+    assert(bound.buffer != nullptr);
+    encoder->setBuffer(bound.buffer, bound.offset, binding.slot);
+  }
+  // delta declares dlse also where a function constant turns it off, and every declared slot has to
+  // be bound.
+  if (dispatch.key.kind == KernelKind::kDelta && !dispatch.key.has_dlse) {
+    encoder->setBuffer(slots[abi::kBufferDelta].buffer, 0, abi::kBufferDlse);
+  }
+  encoder->setBytes(&dispatch.params, sizeof dispatch.params, abi::kBufferParams);
+}
+
+// Encodes the dispatches [first, last) into one command buffer and commits it.
+MTL::CommandBuffer* commit_range(const Device& device, const Schedule& schedule,
+                                 const Pipelines& pipelines, const SlotTable& slots,
+                                 std::size_t first, std::size_t last) {
+  MTL::CommandBuffer* commands = device.queue()->commandBuffer();
+  MTL::ComputeCommandEncoder* encoder =
+      commands == nullptr ? nullptr : commands->computeCommandEncoder();
+  if (encoder == nullptr) throw DeviceError("metal: the device gives no command buffer");
+  commands->setLabel(to_ns("flashattn " + to_string(schedule.dispatches[first].key)));
+  for (std::size_t i = first; i < last; ++i) {
+    const Dispatch& dispatch = schedule.dispatches[i];
+    encoder->setComputePipelineState(pipelines[i].get());
+    bind_slots(encoder, dispatch, slots);
+    encoder->dispatchThreadgroups(
+        MTL::Size(dispatch.threadgroups, 1, 1),
+        MTL::Size(static_cast<NS::UInteger>(dispatch.threads_per_threadgroup), 1, 1));
+  }
+  encoder->endEncoding();
+  commands->commit();
+  return commands;
+}
+
+struct Committed {
+  MTL::CommandBuffer* commands;  // autoreleased by the caller's pool
+  std::size_t first;             // dispatches [first, last)
+  std::size_t last;
+};
+
+std::string failure_text(const Committed& failed, const Schedule& schedule) {
+  std::string kernels;
+  for (std::size_t i = failed.first; i < failed.last; ++i) {
+    kernels += (kernels.empty() ? "" : ", ") + to_string(schedule.dispatches[i].key);
+  }
+  return "metal: a command buffer failed: " + describe(failed.commands->error()) +
+         "\nits kernels: " + kernels;
+}
+
+}  // namespace
+
+void run_schedule(const Device& device, PipelineCache& cache, const Schedule& schedule,
+                  const SlotTable& slots) {
+  const AutoreleaseScope scope;
+  Pipelines pipelines;
+  for (const Dispatch& dispatch : schedule.dispatches) pipelines.push_back(cache.get(dispatch.key));
+
+  std::vector<Committed> committed;
+  std::string failure;
+  for (std::size_t first = 0; first < schedule.dispatches.size() && failure.empty();) {
+    std::size_t last = first + 1;
+    const int number = schedule.dispatches[first].command_buffer;
+    while (last < schedule.dispatches.size() && schedule.dispatches[last].command_buffer == number)
+      ++last;
+    try {
+      committed.push_back(
+          {commit_range(device, schedule, pipelines, slots, first, last), first, last});
+    } catch (const DeviceError& refused) {
+      failure = refused.what();
+    }
+    first = last;
+  }
+  for (const Committed& one : committed) {
+    one.commands->waitUntilCompleted();
+    const bool completed = one.commands->status() == MTL::CommandBufferStatusCompleted;
+    if (!completed && failure.empty()) failure = failure_text(one, schedule);
+  }
+  if (!failure.empty()) throw DeviceError(failure);
+}
+
+}  // namespace flashattn::metal

@@ -1,0 +1,199 @@
+// The Metal backend: binds a call's tensors, asks the schedule for dispatches and runs them. Which
+// problems it can do is schedule.h's answer; how a kernel works is in shaders/.
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "core/make_visibility.h"
+#include "core/registry.h"
+#include "metal/call_buffers.h"
+#include "metal/device.h"
+#include "metal/encode.h"
+#include "metal/objects.h"
+#include "metal/pipeline_cache.h"
+#include "metal/schedule.h"
+#include "metal/strided_copy.h"
+
+namespace flashattn {
+
+namespace metal {
+
+namespace {
+
+constexpr std::size_t kIdlePoolBytes = std::size_t{256} << 20;
+
+// Everything that exists once there is a GPU. Lives as long as the process.
+struct Session {
+  explicit Session(NS::SharedPtr<MTL::Device> found)
+      : device(std::move(found)),
+        pipelines(device.handle(), archive_path(device.facts().name, device.os_build())),
+        pool(device.handle(), kIdlePoolBytes) {}
+
+  Device device;
+  PipelineCache pipelines;
+  BufferPool pool;
+};
+
+bool is_empty(const AttentionProblem& problem) {
+  return problem.batch == 0 || problem.query_heads == 0 || problem.seqlen_q == 0;
+}
+
+// The per-batch arrays are read here, on the CPU, wherever they live.
+std::vector<Visibility> visibilities(const AttentionProblem& problem,
+                                     const AttentionInputs& inputs) {
+  AttentionInputs host = inputs;
+  host.q_offsets = host_view(inputs.q_offsets);
+  host.kv_lengths = host_view(inputs.kv_lengths);
+  return make_visibilities(problem, host);
+}
+
+void fill_zero(const TensorView& view) {
+  if (view) strided_zero(host_view(view));
+}
+
+class MetalBackend : public Backend {
+ public:
+  std::string name() const override { return "metal"; }
+  std::string device() const override;
+  Support available() const override;
+  bool chosen_by_default() const override { return !kSimulated; }
+  std::vector<std::string> features() const override;
+  Support supports(const AttentionProblem& problem) const override;
+  void forward(const AttentionProblem& problem, const ForwardTensors& tensors) override;
+  void backward(const AttentionProblem& problem, const BackwardTensors& tensors) override;
+  CopyStats copy_stats(bool reset) override;
+
+ private:
+  // Null on a machine without a GPU.
+  Session* session() const;
+  CallBuffers call_buffers(Session* session) {
+    return {session->device.handle(), &session->pool, &counters_};
+  }
+
+  mutable std::once_flag looked_;
+  mutable std::unique_ptr<Session> session_;
+  CopyCounters counters_;
+};
+
+Session* MetalBackend::session() const {
+  std::call_once(looked_, [this] {
+    const AutoreleaseScope scope;
+    if (NS::SharedPtr<MTL::Device> found = choose_device()) {
+      session_ = std::make_unique<Session>(std::move(found));
+    }
+  });
+  return session_.get();
+}
+
+std::string MetalBackend::device() const {
+  const Session* found = session();
+  if (found == nullptr) return "none";
+  const DeviceFacts& facts = found->device.facts();
+  return facts.name + ", Apple GPU family " + std::to_string(facts.apple_family) +
+         (kSimulated ? " (simulated)" : "");
+}
+
+Support MetalBackend::available() const {
+  const Session* found = session();
+  if (found == nullptr) return {.ok = false, .reason = "this machine has no Metal device"};
+  // Any small problem shows whether the device can run the kernels at all.
+  const AttentionProblem smallest{.batch = 1,
+                                  .query_heads = 1,
+                                  .kv_heads = 1,
+                                  .seqlen_q = 1,
+                                  .seqlen_k = 1,
+                                  .head_dim = 1,
+                                  .value_dim = 1};
+  return metal::supports(smallest, found->device.facts());
+}
+
+std::vector<std::string> MetalBackend::features() const {
+  return {"forward", "backward", "float32", "float16",    "bfloat16",
+          "causal",  "window",   "gqa",     "kv_lengths", "q_offset"};
+}
+
+Support MetalBackend::supports(const AttentionProblem& problem) const {
+  const Session* found = session();
+  if (found == nullptr) return {.ok = false, .reason = "this machine has no Metal device"};
+  return metal::supports(problem, found->device.facts());
+}
+
+void MetalBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
+  if (is_empty(problem)) return;
+  const AutoreleaseScope scope;
+  Session* here = session();
+  CallBuffers buffers = call_buffers(here);
+  SlotTable slots{};
+  ForwardTensors bound = tensors;  // with the strides that the kernels see
+  const auto bind = [&](abi::BufferSlot slot, TensorView* view, const BoundTensor& tensor) {
+    slots[slot] = tensor.where;
+    *view = tensor.view;
+  };
+  bind(abi::kBufferQuery, &bound.inputs.query, buffers.input(tensors.inputs.query));
+  bind(abi::kBufferKey, &bound.inputs.key, buffers.input(tensors.inputs.key));
+  bind(abi::kBufferValue, &bound.inputs.value, buffers.input(tensors.inputs.value));
+  bind(abi::kBufferOut, &bound.out, buffers.output(tensors.out));
+  bind(abi::kBufferLse, &bound.lse, buffers.output(tensors.lse));
+
+  const Schedule schedule =
+      schedule_forward(problem, bound, visibilities(problem, tensors.inputs), here->device.facts());
+  const std::vector<abi::RowInterval>& rows = schedule.row_intervals;
+  slots[abi::kBufferRowIntervals] =
+      buffers.table(rows.data(), rows.size() * sizeof(abi::RowInterval));
+  run_schedule(here->device, here->pipelines, schedule, slots);
+  buffers.finish();
+}
+
+void MetalBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
+  if (is_empty(problem) || problem.seqlen_k == 0) {
+    for (const TensorView* view : {&tensors.dq, &tensors.dk, &tensors.dv}) fill_zero(*view);
+    return;
+  }
+  const AutoreleaseScope scope;
+  Session* here = session();
+  CallBuffers buffers = call_buffers(here);
+  SlotTable slots{};
+  BackwardTensors bound = tensors;  // with the strides that the kernels see
+  const auto bind = [&](abi::BufferSlot slot, TensorView* view, const BoundTensor& tensor) {
+    slots[slot] = tensor.where;
+    *view = tensor.view;
+  };
+  bind(abi::kBufferQuery, &bound.inputs.query, buffers.input(tensors.inputs.query));
+  bind(abi::kBufferKey, &bound.inputs.key, buffers.input(tensors.inputs.key));
+  bind(abi::kBufferValue, &bound.inputs.value, buffers.input(tensors.inputs.value));
+  bind(abi::kBufferOut, &bound.out, buffers.input(tensors.out));
+  bind(abi::kBufferLse, &bound.lse, buffers.input(tensors.lse));
+  bind(abi::kBufferDout, &bound.dout, buffers.input(tensors.dout));
+  if (tensors.dlse) bind(abi::kBufferDlse, &bound.dlse, buffers.input(tensors.dlse));
+  // The kernels write every gradient; one that nobody wants goes to scratch memory.
+  bind(abi::kBufferDq, &bound.dq, buffers.output_or_scratch(tensors.dq, tensors.inputs.query));
+  bind(abi::kBufferDk, &bound.dk, buffers.output_or_scratch(tensors.dk, tensors.inputs.key));
+  bind(abi::kBufferDv, &bound.dv, buffers.output_or_scratch(tensors.dv, tensors.inputs.value));
+
+  const Schedule schedule = schedule_backward(problem, bound, visibilities(problem, tensors.inputs),
+                                              here->device.facts());
+  const std::vector<abi::RowInterval>& rows = schedule.row_intervals;
+  slots[abi::kBufferRowIntervals] =
+      buffers.table(rows.data(), rows.size() * sizeof(abi::RowInterval));
+  slots[abi::kBufferDelta] = buffers.scratch(static_cast<std::size_t>(schedule.delta_bytes));
+  run_schedule(here->device, here->pipelines, schedule, slots);
+  buffers.finish();
+}
+
+CopyStats MetalBackend::copy_stats(bool reset) {
+  if (!reset) return {counters_.adopted_bytes.load(), counters_.copied_bytes.load()};
+  return {counters_.adopted_bytes.exchange(0), counters_.copied_bytes.exchange(0)};
+}
+
+}  // namespace
+
+}  // namespace metal
+
+Backend& metal_backend() {
+  // Never destroyed: at exit another thread may still be in a call.
+  static Backend* const backend = new metal::MetalBackend;
+  return *backend;
+}
+
+}  // namespace flashattn

@@ -1,0 +1,43 @@
+// Compute pipelines by KernelKey, compiled on first use: one library per kernel source, one
+// pipeline per set of function constants. Thread-safe; each pipeline is compiled once per process.
+#pragma once
+
+#include <Metal/Metal.hpp>
+#include <atomic>
+#include <string>
+
+#include "metal/kernel_key.h"
+#include "metal/once_map.h"
+#include "metal/pipeline_archive.h"
+
+namespace flashattn::metal {
+
+class PipelineCache {
+ public:
+  PipelineCache(MTL::Device* device, std::filesystem::path archive_file)
+      : device_(device), archive_(device, std::move(archive_file)) {}
+
+  // Throws DeviceError with the key, the compiler's log and the source line it names.
+  NS::SharedPtr<MTL::ComputePipelineState> get(const KernelKey& key);
+
+  // How many pipelines were compiled by this process, and how many came out of the archive.
+  int compiled() const { return compiled_.load(); }
+  int from_archive() const { return from_archive_.load(); }
+
+ private:
+  NS::SharedPtr<MTL::ComputePipelineState> make(const KernelKey& key);
+  NS::SharedPtr<MTL::Library> library(const KernelKey& key);
+
+  MTL::Device* device_;
+  PipelineArchive archive_;
+  OnceMap<NS::SharedPtr<MTL::Library>> libraries_;               // by function_name
+  OnceMap<NS::SharedPtr<MTL::ComputePipelineState>> pipelines_;  // by to_string(key)
+  std::atomic<int> compiled_{0};
+  std::atomic<int> from_archive_{0};
+};
+
+// Compiles one source; `what` names it in the error.
+NS::SharedPtr<MTL::Library> compile_library(MTL::Device* device, const std::string& source,
+                                            const std::string& what);
+
+}  // namespace flashattn::metal

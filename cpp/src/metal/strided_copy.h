@@ -1,0 +1,30 @@
+// Sizes and copies of strided views in host memory. Plain C++20, tested on every machine.
+#pragma once
+
+#include <cstddef>
+
+#include "flashattn/tensor.h"
+
+namespace flashattn::metal {
+
+// Bytes that a view touches, relative to the address of element [0,0,0,0]; negative strides reach
+// before it.
+struct ByteRange {
+  std::size_t before = 0;
+  std::size_t after = 0;  // one past the last byte
+};
+ByteRange touched_bytes(const TensorView& view);
+
+// Elements times item size: what a copy of the view takes.
+std::size_t byte_count(const TensorView& view);
+
+// A row-major view of the same shape and dtype over host memory at `data`.
+TensorView contiguous_like(const TensorView& view, void* data);
+
+// Copies every element; shapes and dtypes are equal, alignment does not matter.
+void strided_copy(const TensorView& destination, const TensorView& source);
+
+// Writes zero to every element.
+void strided_zero(const TensorView& view);
+
+}  // namespace flashattn::metal
