@@ -41,7 +41,7 @@ FLASHATTN_INLINE float lane_sum(Vec x) {
   return lanes[0];
 }
 
-FLASHATTN_INLINE float exp2_of(float x) { return exp2<5>(broadcast(x))[0]; }
+FLASHATTN_INLINE float exp2_of(float x) { return exp2<6>(broadcast(x))[0]; }
 
 // The online softmax of one row: s[0..count) are scores in and weights 2^(s - max) out. The running
 // sum and accumulator are rescaled when the max moves. A NaN score makes the row's sum NaN.
@@ -61,7 +61,7 @@ FLASHATTN_INLINE void decode_softmax(float* s, std::int64_t count, float* max_lo
   const Vec base = broadcast(*max_log2 == -kInfinity ? 0.0F : *max_log2);
   Vec total{};
   for (std::int64_t k = 0; k < count; k += kLanes) {
-    const Vec p = exp2<5>(load(s + k) - base);
+    const Vec p = exp2<6>(load(s + k) - base);
     total += p;
     store(s + k, p);
   }

@@ -51,7 +51,7 @@ FLASHATTN_INLINE bool softmax_block(const BlockScratch<Unit>& scratch, const Key
     // A lane that has seen nothing above -inf subtracts 0: all its exponentials are 0 and none is
     // NaN.
     const Vec minus_max = -select(new_max == broadcast(-kInfinity), Vec{}, new_log2);
-    const Vec rescale = exp2<5>(old_log2 + minus_max);
+    const Vec rescale = exp2<6>(old_log2 + minus_max);
     store(scratch.rescale + lane, rescale);
     rose |= any(old_max != new_max);
     const Vec sum = exponentials(scratch, block, n, broadcast(scale_log2), minus_max);

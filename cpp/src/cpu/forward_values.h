@@ -45,6 +45,18 @@ FLASHATTN_INLINE void value_segment(const Segment& segment, const float* V, std:
   }
 }
 
+// acc += O * rescale. The sum of a step is rounded on its own before it meets the sum of all earlier ones, so the
+// error grows with the number of steps and not with the number of keys.
+FLASHATTN_INLINE void add_earlier_steps(const float* O, const float* rescale, bool rose,
+                                        Vec (&acc)[kTileRows][kPanelVecs]) {
+  FLASHATTN_UNROLL for (int n = 0; n < kPanelVecs; ++n) {
+    const Vec factor = rose ? load(rescale + n * kLanes) : broadcast(1.0F);
+    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
+      acc[m][n] += load(O + m * kBlockQ + n * kLanes) * factor;
+    }
+  }
+}
+
 // first_step: O holds nothing yet. rose: some lane's maximum did, see softmax_block.
 template <class Unit>
 FLASHATTN_INLINE void value_block(const PackedHead<Unit>& head, const BlockScratch<Unit>& scratch,
@@ -57,20 +69,11 @@ FLASHATTN_INLINE void value_block(const PackedHead<Unit>& head, const BlockScrat
     for (std::int64_t d = 0; d < head.v_ld; d += kTileRows) {
       float* const O = scratch.O + d * kBlockQ + lane;
       Vec acc[kTileRows][kPanelVecs];
-      if (first_step) {
-        zero_tile(acc);
-      } else {
-        load_tile(O, kBlockQ, acc);
-        if (rose) {
-          FLASHATTN_UNROLL for (int n = 0; n < kPanelVecs; ++n) {
-            const Vec rescale = load(scratch.rescale + lane + n * kLanes);
-            FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) acc[m][n] *= rescale;
-          }
-        }
-      }
+      zero_tile(acc);
       for (int i = 0; i < segments.count; ++i) {
         value_segment<Unit>(segments.list[i], V + d, head.v_ld, scratch.P + lane, acc);
       }
+      if (!first_step) add_earlier_steps(O, scratch.rescale + lane, rose, acc);
       store_tile(O, kBlockQ, acc);
     }
   }

@@ -12,7 +12,7 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 struct Float32Unit {
   static constexpr int kElements = 1;  // values along the contraction in one unit
-  static constexpr int kExpDegree = 5;
+  static constexpr int kExpDegree = 6;
   static FLASHATTN_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return a * b + acc; }
 };
 
@@ -45,6 +45,14 @@ template <int rows, int vecs>
 FLASHATTN_INLINE void zero_tile(Vec (&acc)[rows][vecs]) {
   FLASHATTN_UNROLL for (int m = 0; m < rows; ++m) {
     FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) acc[m][n] = Vec{};
+  }
+}
+
+// acc += part.
+template <int rows, int vecs>
+FLASHATTN_INLINE void add_tile(const Vec (&part)[rows][vecs], Vec (&acc)[rows][vecs]) {
+  FLASHATTN_UNROLL for (int m = 0; m < rows; ++m) {
+    FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) acc[m][n] += part[m][n];
   }
 }
 
