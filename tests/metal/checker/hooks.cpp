@@ -1,6 +1,6 @@
-// The __tsan_* functions that -fsanitize=thread makes a kernel call before its memory accesses, forwarded to the
-// runtime's checker. Linked into every checked module in place of the sanitizer's own library; must itself be compiled
-// without instrumentation.
+// The __tsan_* functions that -fsanitize=thread makes a kernel call before its memory accesses,
+// forwarded to the runtime's checker. Linked into every checked module in place of the sanitizer's
+// own library; must itself be compiled without instrumentation.
 #include "../runtime/kernel_abi.h"
 
 namespace metal_sim {
@@ -17,26 +17,22 @@ extern "C" {
 
 void __tsan_init() {}
 
-#define METAL_SIM_HOOKS(size)                                                     \
-  void __tsan_read##size(void* p) {                                               \
-    access(p, size, false, __builtin_return_address(0));                          \
-  }                                                                               \
-  void __tsan_write##size(void* p) {                                              \
-    access(p, size, true, __builtin_return_address(0));                           \
-  }                                                                               \
-  void __tsan_unaligned_read##size(void* p) {                                     \
-    access(p, size, false, __builtin_return_address(0));                          \
-  }                                                                               \
-  void __tsan_unaligned_write##size(void* p) {                                    \
-    access(p, size, true, __builtin_return_address(0));                           \
-  }                                                                               \
-  void __tsan_read_write##size(void* p) {                                         \
-    access(p, size, false, __builtin_return_address(0));                          \
-    access(p, size, true, __builtin_return_address(0));                           \
-  }                                                                               \
-  void __tsan_unaligned_read_write##size(void* p) {                               \
-    access(p, size, false, __builtin_return_address(0));                          \
-    access(p, size, true, __builtin_return_address(0));                           \
+#define METAL_SIM_HOOKS(size)                                                              \
+  void __tsan_read##size(void* p) { access(p, size, false, __builtin_return_address(0)); } \
+  void __tsan_write##size(void* p) { access(p, size, true, __builtin_return_address(0)); } \
+  void __tsan_unaligned_read##size(void* p) {                                              \
+    access(p, size, false, __builtin_return_address(0));                                   \
+  }                                                                                        \
+  void __tsan_unaligned_write##size(void* p) {                                             \
+    access(p, size, true, __builtin_return_address(0));                                    \
+  }                                                                                        \
+  void __tsan_read_write##size(void* p) {                                                  \
+    access(p, size, false, __builtin_return_address(0));                                   \
+    access(p, size, true, __builtin_return_address(0));                                    \
+  }                                                                                        \
+  void __tsan_unaligned_read_write##size(void* p) {                                        \
+    access(p, size, false, __builtin_return_address(0));                                   \
+    access(p, size, true, __builtin_return_address(0));                                    \
   }
 METAL_SIM_HOOKS(1)
 METAL_SIM_HOOKS(2)
@@ -44,8 +40,12 @@ METAL_SIM_HOOKS(4)
 METAL_SIM_HOOKS(8)
 METAL_SIM_HOOKS(16)
 
-void __tsan_read_range(void* p, size_t bytes) { access(p, bytes, false, __builtin_return_address(0)); }
-void __tsan_write_range(void* p, size_t bytes) { access(p, bytes, true, __builtin_return_address(0)); }
+void __tsan_read_range(void* p, size_t bytes) {
+  access(p, bytes, false, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, size_t bytes) {
+  access(p, bytes, true, __builtin_return_address(0));
+}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 

@@ -1,6 +1,7 @@
-// What a compiled kernel module and the runtime share: plain structs and one table of functions in each direction.
-// Included by the freestanding kernel modules and by the hosted runtime, so it needs no library and no symbol lookup:
-// a module exports metal_sim_module() alone and gets everything else through the table it is handed.
+// What a compiled kernel module and the runtime share: plain structs and one table of functions in
+// each direction. Included by the freestanding kernel modules and by the hosted runtime, so it
+// needs no library and no symbol lookup: a module exports metal_sim_module() alone and gets
+// everything else through the table it is handed.
 #pragma once
 
 #include <stddef.h>
@@ -46,26 +47,31 @@ enum class UnaryMath : int32_t { kExp, kExp2, kLog, kLog2, kTanh, kSin, kCos, kE
 
 // Functions of the runtime that kernels call from inside a fiber.
 struct Runtime {
-  // Threadgroup array number `site` of the running kernel; the same address for all threads of the threadgroup.
+  // Threadgroup array number `site` of the running kernel; the same address for all threads of the
+  // threadgroup.
   void* (*threadgroup_array)(uint32_t site, size_t bytes, size_t alignment, const char* name);
   void (*declarations_end)();  // after the last threadgroup array: a sizing run stops here
   void (*barrier)(BarrierScope scope, int32_t flags, Source source);
   // Deposits `bytes` (<= kExchangeStride) and waits for the simdgroup; returns the 32 slots.
-  const void* (*exchange)(const void* value, size_t bytes, ExchangeKind kind, const char* name, Source source);
+  const void* (*exchange)(const void* value, size_t bytes, ExchangeKind kind, const char* name,
+                          Source source);
   // d = a b + c over two elements per lane; c may be null.
   void (*multiply)(float* d, const float* a, const float* b, const float* c, Source source);
   int (*lane)();
   // Positions of this lane's two elements in an 8x8 tile, row * 8 + column.
   const uint8_t* (*matrix_positions)();
-  // Around the element accesses of simdgroup_load / simdgroup_store: counts, and names the caller's line in reports.
+  // Around the element accesses of simdgroup_load / simdgroup_store: counts, and names the caller's
+  // line in reports.
   void (*matrix_access_begin)(const void* pointer, size_t bytes, bool store, Source source);
   void (*matrix_access_end)();
-  uint64_t (*constant)(uint32_t index);  // bits of a function constant; reports one that was not set
+  uint64_t (*constant)(
+      uint32_t index);  // bits of a function constant; reports one that was not set
   bool (*constant_defined)(uint32_t index);
   float (*unary_math)(UnaryMath function, float x);
   float (*pow)(float x, float y);
   // One memory access, as the sanitizer hooks see it. `atomic` accesses never race with each other.
-  void (*access)(const void* pointer, size_t bytes, bool write, bool atomic, const void* program_counter);
+  void (*access)(const void* pointer, size_t bytes, bool write, bool atomic,
+                 const void* program_counter);
 };
 
 struct ArgumentSpec {

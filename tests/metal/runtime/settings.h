@@ -2,18 +2,19 @@
 // defined. Read once, at the first dispatch or compilation; set_setting() changes them afterwards
 // (tests).
 //
-//   METAL_SIM_CHECK     1: kernels are compiled with the checker's hooks (default), 0: plain, about
-//   3 times faster METAL_SIM_MAP       element -> lane map of 8x8 matrices: row (default), apple,
-//   column, random:N, row_pair:N,
-//                       adjacent:N, column_pair:N with a seed N
-//   METAL_SIM_SCHEDULE  order of the threads of a threadgroup: fifo (default), lifo, random,
-//   priority METAL_SIM_SEED      seed of the random and priority schedules and of the threadgroup
-//   order (default 1) METAL_SIM_SHUFFLE   1: threadgroups run in an order drawn from the seed, 0
-//   (default): ascending METAL_SIM_REPORTS   file to which every checker report is appended, one a
-//   line METAL_SIM_CACHE     folder of compiled kernels (default: metal-sim under the user's cache
-//   folder) METAL_SIM_COMPILER  clang command (default: the clang inside the ziglang package of
-//   METAL_SIM_PYTHON) METAL_SIM_PYTHON    python that runs the translator (default: python3)
-//   METAL_SIM_TRANSLATOR  folder of the translator (default: the one known at build time)
+// - METAL_SIM_CHECK: 1 compiles kernels with the checker's hooks (default), 0 plain, about 3x
+// faster.
+// - METAL_SIM_MAP: element -> lane map of 8x8 matrices: row (default), column, apple,
+//   apple_transposed, random:N, row_pair:N, adjacent:N, column_pair:N with a seed N.
+// - METAL_SIM_SCHEDULE: order of a threadgroup's threads: fifo (default), lifo, random, priority.
+// - METAL_SIM_SEED: seed of the random and priority schedules and of the threadgroup order (1).
+// - METAL_SIM_SHUFFLE: 1 runs the threadgroups in an order drawn from the seed, 0 ascending
+// (default).
+// - METAL_SIM_REPORTS: file to which every checker report is appended, one a line.
+// - METAL_SIM_CACHE: folder of compiled kernels (default: metal-sim in the user's cache folder).
+// - METAL_SIM_COMPILER: clang command (default: zig's clang of METAL_SIM_PYTHON's ziglang package).
+// - METAL_SIM_PYTHON: python that runs the translator (default: python3).
+// - METAL_SIM_TRANSLATOR: folder of the translator (default: the one known at build time).
 #pragma once
 
 #include <cstdint>

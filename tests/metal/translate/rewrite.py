@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from kernels import Program, attribute, parse_instantiation, parse_kernel, strip_attributes
+from kernels import Instance, Program, attribute, parse_instantiation, parse_kernel, strip_attributes
 from tokens import (
     Token,
     TranslationError,
@@ -79,6 +79,10 @@ class Rewriter:
                 position = matching(self.tokens, position)
             position += 1
         return position
+
+    def append_statement(self, text: str, replaced: list[Token]) -> None:
+        """Text that ends in ';' in place of the tokens; the ';' stays a token, at_statement() looks for it."""
+        self.out += [symbol(text.rstrip(" ;") + newlines(replaced)), symbol(";")]
 
     def copy(self) -> None:
         self.out.append(self.tokens[self.position])
@@ -202,7 +206,7 @@ class Rewriter:
         name = declaration[-1].text
         self.program.constants.append((join(index), kind, name))
         text = f"static constexpr metal_sim::FunctionConstant<{kind}, {join(index)}> {name}{{}};"
-        self.out.append(symbol(text + newlines(self.tokens[self.position : end])))
+        self.append_statement(text, self.tokens[self.position : end])
         self.position = end + 1
         return True
 
@@ -217,7 +221,7 @@ class Rewriter:
         if not (self.in_kernel and self.at_statement()):
             return False
         end = self.statement_end(self.position)
-        statement, attributes = strip_attributes(significant(self.tokens[self.position : end]))
+        statement, _ = strip_attributes(significant(self.tokens[self.position : end]))
         alignment, statement = take_alignment(statement)
         first = first_declarator(statement)
         if first is None:
@@ -230,15 +234,14 @@ class Rewriter:
             type_id = f"{kind} {dimensions}".strip()
             text += f"{kind} (&{name}){dimensions} = metal_sim::threadgroup_array<{type_id}, {alignment}>"
             text += f'({self.sites}u, "{name}"); '
-        self.out.append(symbol(text + newlines(self.tokens[self.position : end])))
+        self.append_statement(text, self.tokens[self.position : end])
         self.declaration_mark = len(self.out)
         self.position = end + 1
-        del attributes
         return True
 
     def on_vector(self) -> bool:
         """float4(...) and vec<T, N>(...) where they construct a value."""
-        if self.previous() in ("operator", ".", "->") or self.at_declarator():
+        if self.previous() in ("operator", ".", "->"):
             return False
         token = self.tokens[self.position]
         end = self.position
@@ -257,15 +260,9 @@ class Rewriter:
         self.position = end + 1
         return True
 
-    def at_declarator(self) -> bool:
-        """Whether the token before is a type, so that `float4 (` would declare something: never in practice."""
-        return False
 
-
-def parse_plain(name: str, attributes: list[Token]):
+def parse_plain(name: str, attributes: list[Token]) -> Instance:
     """The instance of a kernel that is no template: its own name, or its host_name."""
-    from kernels import Instance
-
     literals = attribute(significant(attributes), "host_name")
     host = "".join(t.text[1:-1] for t in literals if t.kind == "string") if literals else name
     return Instance(host, name, "")

@@ -31,7 +31,7 @@ def instance_text(number: int, instance: Instance, kernel: Kernel) -> str:
     call = ", ".join(call_argument(parameter) for parameter in kernel.parameters)
     specs = ", ".join(argument_spec(parameter) for parameter in kernel.parameters)
     count = len(kernel.parameters)
-    text = f"static void invoke_{number}(const abi::Invocation& invocation) {{ ::{function}({call}); }}\n"
+    text = f"METAL_SIM_THUNK void invoke_{number}(const abi::Invocation& invocation) {{ ::{function}({call}); }}\n"
     text += f"static constexpr abi::ArgumentSpec specs_{number}[{count}] = {{{specs}}};\n"
     text += f"static const auto arguments_{number} = argument_list(&::{function}, specs_{number});\n"
     return text

@@ -32,13 +32,13 @@ METAL_SIM_RUNTIME void atomic_store_explicit(volatile atomic<T>* object, T desir
   metal_sim::atomic_access(const_cast<atomic<T>*>(object), true);
   object->value = desired;
 }
-#define METAL_SIM_ATOMIC(name, combine)                                                  \
-  template <class T>                                                                     \
-  METAL_SIM_RUNTIME T name(volatile atomic<T>* object, T operand, memory_order) {        \
-    metal_sim::atomic_access(const_cast<atomic<T>*>(object), true);                      \
-    const T old = object->value;                                                         \
-    object->value = combine;                                                             \
-    return old;                                                                          \
+#define METAL_SIM_ATOMIC(name, combine)                                           \
+  template <class T>                                                              \
+  METAL_SIM_RUNTIME T name(volatile atomic<T>* object, T operand, memory_order) { \
+    metal_sim::atomic_access(const_cast<atomic<T>*>(object), true);               \
+    const T old = object->value;                                                  \
+    object->value = combine;                                                      \
+    return old;                                                                   \
   }
 METAL_SIM_ATOMIC(atomic_exchange_explicit, operand)
 METAL_SIM_ATOMIC(atomic_fetch_add_explicit, T(old + operand))

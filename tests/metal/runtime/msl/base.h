@@ -1,6 +1,6 @@
-// Scalar types of the Metal Shading Language, and access to the runtime from a freestanding kernel module.
-// Relies on clang's _Float16, __bf16 and vector extensions. Address spaces do not exist here: the translator drops
-// the qualifiers, and tests/metal/address_space checks them separately.
+// Scalar types of the Metal Shading Language, and access to the runtime from a freestanding kernel
+// module. Relies on clang's _Float16, __bf16 and vector extensions. Address spaces do not exist
+// here: the translator drops the qualifiers, and tests/metal/address_space checks them separately.
 #pragma once
 
 #include <stddef.h>
@@ -31,10 +31,13 @@ typedef __bf16 bfloat;
 #define M_SQRT2_F 1.41421356237309504880f
 #define METAL_FUNC inline
 
-// Inlined everywhere, so that the debug line of a memory access inside is still the caller's statement in -O1 code.
+// Inlined everywhere, so that the debug line of a memory access inside is still the caller's
+// statement in -O1 code.
 #define METAL_SIM_INLINE inline __attribute__((always_inline, nodebug))
 // Kept out of line and uninstrumented: the body touches the simulator's memory, not the kernel's.
 #define METAL_SIM_RUNTIME inline __attribute__((noinline, no_sanitize("thread")))
+// Unpacks arguments; reads the simulator's memory.
+#define METAL_SIM_THUNK static __attribute__((noinline, no_sanitize("thread")))
 // The caller's file and line, as default arguments of every collective operation.
 #define METAL_SIM_SOURCE \
   const char *source_file = __builtin_FILE(), int source_line = __builtin_LINE()
@@ -61,8 +64,8 @@ struct is_const<const T> {
   static constexpr bool value = true;
 };
 
-// `constant T name [[function_constant(n)]]`: an object without state, read through the runtime. The attribute
-// lets the optimiser hoist the call: a constant cannot change while a kernel runs.
+// `constant T name [[function_constant(n)]]`: an object without state, read through the runtime.
+// The attribute lets the optimiser hoist the call: a constant cannot change while a kernel runs.
 METAL_SIM_RUNTIME __attribute__((const)) uint64_t constant_bits(uint32_t index) {
   return runtime->constant(index);
 }
@@ -81,7 +84,8 @@ struct FunctionConstant {
 };
 
 // A threadgroup array or variable declared in a kernel.
-METAL_SIM_RUNTIME void* threadgroup_storage(uint32_t site, size_t bytes, size_t alignment, const char* name) {
+METAL_SIM_RUNTIME void* threadgroup_storage(uint32_t site, size_t bytes, size_t alignment,
+                                            const char* name) {
   return runtime->threadgroup_array(site, bytes, alignment, name);
 }
 template <class T, size_t alignment>

@@ -1,6 +1,6 @@
 // The scalar and elementwise functions of namespace metal that kernels use.
-// fast:: and precise:: are the same functions here: the simulated device rounds like the host's libm, so nothing in
-// this folder says how large the error of Apple's fast functions is.
+// fast:: and precise:: are the same functions here: the simulated device rounds like the host's
+// libm, so nothing in this folder says how large the error of Apple's fast functions is.
 #pragma once
 
 #include "vector.h"
@@ -15,32 +15,32 @@ METAL_SIM_RUNTIME float power(float x, float y) { return runtime->pow(x, y); }
 namespace metal {
 
 // Lifts a scalar function to vectors of any length.
-#define METAL_SIM_ELEMENTWISE1(name)                                         \
-  template <class T, int N>                                                  \
-  METAL_SIM_INLINE vec<T, N> name(vec<T, N> x) {                             \
-    vec<T, N> r;                                                             \
-    for (int i = 0; i < N; ++i) r[i] = name(T(x[i]));                        \
-    return r;                                                                \
+#define METAL_SIM_ELEMENTWISE1(name)                  \
+  template <class T, int N>                           \
+  METAL_SIM_INLINE vec<T, N> name(vec<T, N> x) {      \
+    vec<T, N> r;                                      \
+    for (int i = 0; i < N; ++i) r[i] = name(T(x[i])); \
+    return r;                                         \
   }
-#define METAL_SIM_ELEMENTWISE2(name)                                         \
-  template <class T, int N>                                                  \
-  METAL_SIM_INLINE vec<T, N> name(vec<T, N> x, vec<T, N> y) {                \
-    vec<T, N> r;                                                             \
-    for (int i = 0; i < N; ++i) r[i] = name(T(x[i]), T(y[i]));               \
-    return r;                                                                \
+#define METAL_SIM_ELEMENTWISE2(name)                           \
+  template <class T, int N>                                    \
+  METAL_SIM_INLINE vec<T, N> name(vec<T, N> x, vec<T, N> y) {  \
+    vec<T, N> r;                                               \
+    for (int i = 0; i < N; ++i) r[i] = name(T(x[i]), T(y[i])); \
+    return r;                                                  \
   }
 
 // One-argument functions: computed in float, rounded to the argument's type.
-#define METAL_SIM_UNARY(name, expression)                                    \
-  METAL_SIM_INLINE float name(float x) { return expression; }                \
-  METAL_SIM_INLINE half name(half value) {                                   \
-    const float x = float(value);                                            \
-    return half(expression);                                                 \
-  }                                                                          \
-  METAL_SIM_INLINE bfloat name(bfloat value) {                               \
-    const float x = float(value);                                            \
-    return bfloat(expression);                                               \
-  }                                                                          \
+#define METAL_SIM_UNARY(name, expression)                     \
+  METAL_SIM_INLINE float name(float x) { return expression; } \
+  METAL_SIM_INLINE half name(half value) {                    \
+    const float x = float(value);                             \
+    return half(expression);                                  \
+  }                                                           \
+  METAL_SIM_INLINE bfloat name(bfloat value) {                \
+    const float x = float(value);                             \
+    return bfloat(expression);                                \
+  }                                                           \
   METAL_SIM_ELEMENTWISE1(name)
 METAL_SIM_UNARY(exp, metal_sim::unary_math(metal_sim::abi::UnaryMath::kExp, x))
 METAL_SIM_UNARY(exp2, metal_sim::unary_math(metal_sim::abi::UnaryMath::kExp2, x))
@@ -60,9 +60,9 @@ METAL_SIM_UNARY(abs, __builtin_fabsf(x))
 #undef METAL_SIM_UNARY
 
 // Minimum and maximum. For floating point a NaN argument loses, as in Metal's fmin and fmax.
-#define METAL_SIM_ORDER(T, less_of, greater_of)                              \
-  METAL_SIM_INLINE T min(T a, T b) { return less_of; }                       \
-  METAL_SIM_INLINE T max(T a, T b) { return greater_of; }                    \
+#define METAL_SIM_ORDER(T, less_of, greater_of)           \
+  METAL_SIM_INLINE T min(T a, T b) { return less_of; }    \
+  METAL_SIM_INLINE T max(T a, T b) { return greater_of; } \
   METAL_SIM_INLINE T clamp(T x, T low, T high) { return min(max(x, low), high); }
 #define METAL_SIM_ORDER_INTEGER(T) METAL_SIM_ORDER(T, b < a ? b : a, a < b ? b : a)
 METAL_SIM_ORDER_INTEGER(int)
@@ -104,7 +104,16 @@ METAL_SIM_INLINE vec<float, N> fma(vec<float, N> a, vec<float, N> b, vec<float, 
 METAL_SIM_INLINE float pow(float x, float y) { return metal_sim::power(x, y); }
 METAL_SIM_INLINE float powr(float x, float y) { return metal_sim::power(x, y); }
 METAL_SIM_INLINE float divide(float x, float y) { return x / y; }
-METAL_SIM_INLINE float ldexp(float x, int n) { return __builtin_ldexpf(x, n); }
+METAL_SIM_INLINE float ldexp(float x, int n) {
+  // Three exact factors reach every exponent; only the last product can round.
+  const int third = n < -381 ? -127 : n > 381 ? 127 : n / 3;
+  const int rest = n < -381 ? -127 : n > 381 ? 127 : n - 2 * third;
+  const auto power_of_two = [](int e) {
+    const float halves = __builtin_bit_cast(float, (uint(e / 2) + 127u) << 23);
+    return halves * __builtin_bit_cast(float, (uint(e - e / 2) + 127u) << 23);
+  };
+  return x * power_of_two(third) * power_of_two(third) * power_of_two(rest);
+}
 METAL_SIM_INLINE float copysign(float x, float y) { return __builtin_copysignf(x, y); }
 METAL_SIM_INLINE float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
 
@@ -147,27 +156,27 @@ METAL_SIM_INLINE T dot(vec<T, N> a, vec<T, N> b) {
   return sum;
 }
 
-#define METAL_SIM_VARIANT(ns)                                                \
-  namespace ns {                                                             \
-  using metal::abs;                                                          \
-  using metal::clamp;                                                        \
-  using metal::cos;                                                          \
-  using metal::divide;                                                       \
-  using metal::exp;                                                          \
-  using metal::exp2;                                                         \
-  using metal::fma;                                                          \
-  using metal::fmax;                                                         \
-  using metal::fmin;                                                         \
-  using metal::log;                                                          \
-  using metal::log2;                                                         \
-  using metal::max;                                                          \
-  using metal::min;                                                          \
-  using metal::pow;                                                          \
-  using metal::powr;                                                         \
-  using metal::rsqrt;                                                        \
-  using metal::sin;                                                          \
-  using metal::sqrt;                                                         \
-  using metal::tanh;                                                         \
+#define METAL_SIM_VARIANT(ns) \
+  namespace ns {              \
+  using metal::abs;           \
+  using metal::clamp;         \
+  using metal::cos;           \
+  using metal::divide;        \
+  using metal::exp;           \
+  using metal::exp2;          \
+  using metal::fma;           \
+  using metal::fmax;          \
+  using metal::fmin;          \
+  using metal::log;           \
+  using metal::log2;          \
+  using metal::max;           \
+  using metal::min;           \
+  using metal::pow;           \
+  using metal::powr;          \
+  using metal::rsqrt;         \
+  using metal::sin;           \
+  using metal::sqrt;          \
+  using metal::tanh;          \
   }
 METAL_SIM_VARIANT(fast)
 METAL_SIM_VARIANT(precise)

@@ -1,17 +1,20 @@
-// simdgroup_matrix<T, 8, 8>: two elements per lane, whose place in the tile only the runtime's map knows.
-// Products and sums of a multiply are formed in float in ascending k, whatever the element types, and rounded to the
-// type of the destination once: close to, but not a model of, what a GPU does.
+// simdgroup_matrix<T, 8, 8>: two elements per lane, whose place in the tile only the runtime's map
+// knows. Products and sums of a multiply are formed in float in ascending k, whatever the element
+// types, and rounded to the type of the destination once: close to, but not a model of, what a GPU
+// does.
 #pragma once
 
 #include "simd.h"
 
 namespace metal_sim {
 METAL_SIM_RUNTIME const uint8_t* matrix_positions() { return runtime->matrix_positions(); }
-METAL_SIM_RUNTIME void matrix_access_begin(const void* pointer, size_t bytes, bool store, abi::Source source) {
+METAL_SIM_RUNTIME void matrix_access_begin(const void* pointer, size_t bytes, bool store,
+                                           abi::Source source) {
   runtime->matrix_access_begin(pointer, bytes, store, source);
 }
 METAL_SIM_RUNTIME void matrix_access_end() { runtime->matrix_access_end(); }
-METAL_SIM_RUNTIME void multiply(float* d, const float* a, const float* b, const float* c, abi::Source source) {
+METAL_SIM_RUNTIME void multiply(float* d, const float* a, const float* b, const float* c,
+                                abi::Source source) {
   runtime->multiply(d, a, b, c, source);
 }
 struct TilePosition {
@@ -53,12 +56,12 @@ METAL_SIM_INLINE simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix
   return m;
 }
 
-// Element (row, column) of the tile is source[(origin.y + row) * row_stride + origin.x + column]; `transpose` swaps
-// row and column.
+// Element (row, column) of the tile is source[(origin.y + row) * row_stride + origin.x + column];
+// `transpose` swaps row and column.
 template <class T>
-METAL_SIM_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong row_stride = 8,
-                                     ulong2 origin = ulong2(0), bool transpose = false,
-                                     METAL_SIM_SOURCE) {
+METAL_SIM_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source,
+                                     ulong row_stride = 8, ulong2 origin = ulong2(0),
+                                     bool transpose = false, METAL_SIM_SOURCE) {
   const metal_sim::TilePosition at = metal_sim::tile_position();
   metal_sim::matrix_access_begin(source, 64 * sizeof(T), false, METAL_SIM_HERE);
   for (int i = 0; i < 2; ++i) {
@@ -69,9 +72,9 @@ METAL_SIM_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* sour
   metal_sim::matrix_access_end();
 }
 template <class T>
-METAL_SIM_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* destination, ulong row_stride = 8,
-                                      ulong2 origin = ulong2(0), bool transpose = false,
-                                      METAL_SIM_SOURCE) {
+METAL_SIM_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* destination,
+                                      ulong row_stride = 8, ulong2 origin = ulong2(0),
+                                      bool transpose = false, METAL_SIM_SOURCE) {
   const metal_sim::TilePosition at = metal_sim::tile_position();
   metal_sim::matrix_access_begin(destination, 64 * sizeof(T), true, METAL_SIM_HERE);
   for (int i = 0; i < 2; ++i) {
@@ -82,10 +85,11 @@ METAL_SIM_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* destinatio
   metal_sim::matrix_access_end();
 }
 
-// d = a b + c. Only the combinations that ship in production kernels: all of one type, or half/bfloat factors with a
-// float accumulator.
+// d = a b + c. Only the combinations that ship in production kernels: all of one type, or
+// half/bfloat factors with a float accumulator.
 template <class D, class A, class B, class C>
-METAL_SIM_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+METAL_SIM_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
+                                                    simdgroup_matrix<A, 8, 8> a,
                                                     simdgroup_matrix<B, 8, 8> b,
                                                     simdgroup_matrix<C, 8, 8> c, METAL_SIM_SOURCE) {
   static_assert(__is_same(D, C), "accumulator and destination have one type");

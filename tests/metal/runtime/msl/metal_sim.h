@@ -1,5 +1,5 @@
-// The standard library of translated MSL programs. The translator includes it first; every <metal_...> header a shader
-// asks for is empty (stdlib/).
+// The standard library of translated MSL programs. The translator includes it first; every
+// <metal_...> header a shader asks for is empty (stdlib/).
 #pragma once
 
 #include "atomic.h"

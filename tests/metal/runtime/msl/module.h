@@ -1,4 +1,5 @@
-// Glue for the code the translator appends to a program: argument adaptors, kernel tables, the module's entry point.
+// Glue for the code the translator appends to a program: argument adaptors, kernel tables, the
+// module's entry point.
 #pragma once
 
 #include "atomic.h"
@@ -9,30 +10,32 @@ namespace metal_sim {
 struct PointerArgument {
   void* pointer;
   template <class T>
-  operator T*() const {
+  METAL_SIM_INLINE operator T*() const {
     return static_cast<T*>(pointer);
   }
 };
 struct ReferenceArgument {
   void* pointer;
   template <class T>
-  operator T&() const {
+  METAL_SIM_INLINE operator T&() const {
     return *static_cast<T*>(pointer);
   }
 };
 struct PositionArgument {
   const uint32_t* xyz;
-  operator uint() const { return xyz[0]; }
-  operator ushort() const { return ushort(xyz[0]); }
-  operator uint2() const { return uint2{xyz[0], xyz[1]}; }
-  operator ushort2() const { return ushort2{ushort(xyz[0]), ushort(xyz[1])}; }
-  operator uint3() const { return uint3{xyz[0], xyz[1], xyz[2]}; }
-  operator ushort3() const { return ushort3{ushort(xyz[0]), ushort(xyz[1]), ushort(xyz[2])}; }
+  METAL_SIM_INLINE operator uint() const { return xyz[0]; }
+  METAL_SIM_INLINE operator ushort() const { return ushort(xyz[0]); }
+  METAL_SIM_INLINE operator uint2() const { return uint2{xyz[0], xyz[1]}; }
+  METAL_SIM_INLINE operator ushort2() const { return ushort2{ushort(xyz[0]), ushort(xyz[1])}; }
+  METAL_SIM_INLINE operator uint3() const { return uint3{xyz[0], xyz[1], xyz[2]}; }
+  METAL_SIM_INLINE operator ushort3() const {
+    return ushort3{ushort(xyz[0]), ushort(xyz[1]), ushort(xyz[2])};
+  }
 };
 struct IndexArgument {
   uint32_t value;
-  operator uint() const { return value; }
-  operator ushort() const { return ushort(value); }
+  METAL_SIM_INLINE operator uint() const { return value; }
+  METAL_SIM_INLINE operator ushort() const { return ushort(value); }
 };
 
 // What the type of a parameter says about its argument.

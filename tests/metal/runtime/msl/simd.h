@@ -1,6 +1,7 @@
 // Barriers and the operations across the lanes of a simdgroup: shuffles, votes, reductions.
-// Each is one exchange through the runtime, which checks that all lanes of the simdgroup execute the same operation on
-// the same line. A shuffle orders no memory: only barriers do (the runtime's race checker holds kernels to that).
+// Each is one exchange through the runtime, which checks that all lanes of the simdgroup execute
+// the same operation on the same line. A shuffle orders no memory: only barriers do (the runtime's
+// race checker holds kernels to that).
 #pragma once
 
 #include "math.h"
@@ -17,9 +18,11 @@ struct Lanes {
   T value[32];
 };
 template <class T>
-METAL_SIM_RUNTIME Lanes<T> exchange(T value, abi::ExchangeKind kind, const char* name, abi::Source source) {
+METAL_SIM_RUNTIME Lanes<T> exchange(T value, abi::ExchangeKind kind, const char* name,
+                                    abi::Source source) {
   static_assert(sizeof(T) <= abi::kExchangeStride, "value too large for a simdgroup exchange");
-  const char* slots = static_cast<const char*>(runtime->exchange(&value, sizeof(T), kind, name, source));
+  const char* slots =
+      static_cast<const char*>(runtime->exchange(&value, sizeof(T), kind, name, source));
   Lanes<T> lanes;
   for (int i = 0; i < 32; ++i)
     __builtin_memcpy(&lanes.value[i], slots + size_t(i) * abi::kExchangeStride, sizeof(T));
@@ -27,8 +30,8 @@ METAL_SIM_RUNTIME Lanes<T> exchange(T value, abi::ExchangeKind kind, const char*
 }
 // One lane's value, or `fallback` when the lane does not exist.
 template <class T>
-METAL_SIM_RUNTIME T exchange_one(T value, int offset, bool relative, bool exclusive_or, const char* name,
-                                 abi::Source source) {
+METAL_SIM_RUNTIME T exchange_one(T value, int offset, bool relative, bool exclusive_or,
+                                 const char* name, abi::Source source) {
   const char* slots = static_cast<const char*>(
       runtime->exchange(&value, sizeof(T), abi::ExchangeKind::kShuffle, name, source));
   const int lane = runtime->lane();
@@ -50,7 +53,9 @@ enum class mem_flags : int {
   mem_texture = 4,
   mem_threadgroup_imageblock = 8
 };
-METAL_SIM_INLINE mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+METAL_SIM_INLINE mem_flags operator|(mem_flags a, mem_flags b) {
+  return mem_flags(int(a) | int(b));
+}
 
 METAL_SIM_INLINE void threadgroup_barrier(mem_flags flags, METAL_SIM_SOURCE) {
   metal_sim::barrier(metal_sim::abi::BarrierScope::kThreadgroup, int(flags), METAL_SIM_HERE);
@@ -59,11 +64,10 @@ METAL_SIM_INLINE void simdgroup_barrier(mem_flags flags, METAL_SIM_SOURCE) {
   metal_sim::barrier(metal_sim::abi::BarrierScope::kSimdgroup, int(flags), METAL_SIM_HERE);
 }
 
-#define METAL_SIM_SHUFFLE(name, offset, relative, exclusive_or)                          \
-  template <class T>                                                                     \
-  METAL_SIM_INLINE T name(T value, ushort n, METAL_SIM_SOURCE) {                         \
-    return metal_sim::exchange_one(value, offset, relative, exclusive_or, #name,         \
-                                   METAL_SIM_HERE);                                      \
+#define METAL_SIM_SHUFFLE(name, offset, relative, exclusive_or)                                   \
+  template <class T>                                                                              \
+  METAL_SIM_INLINE T name(T value, ushort n, METAL_SIM_SOURCE) {                                  \
+    return metal_sim::exchange_one(value, offset, relative, exclusive_or, #name, METAL_SIM_HERE); \
   }
 METAL_SIM_SHUFFLE(simd_shuffle, int(n), false, false)
 METAL_SIM_SHUFFLE(simd_broadcast, int(n), false, false)
@@ -76,25 +80,26 @@ METAL_SIM_INLINE T simd_broadcast_first(T value, METAL_SIM_SOURCE) {
   return metal_sim::exchange_one(value, 0, false, false, "simd_broadcast_first", METAL_SIM_HERE);
 }
 
-// The order of a reduction is not specified by Metal; this one is a fixed tree over the lane numbers.
-#define METAL_SIM_REDUCTION(name, combine)                                               \
-  template <class T>                                                                     \
-  METAL_SIM_INLINE T name(T value, METAL_SIM_SOURCE) {                                   \
-    metal_sim::Lanes<T> lanes = metal_sim::exchange(                                     \
-        value, metal_sim::abi::ExchangeKind::kReduction, #name, METAL_SIM_HERE);         \
-    for (int width = 16; width > 0; width /= 2)                                          \
-      for (int i = 0; i < width; ++i) {                                                  \
-        const T a = lanes.value[i], b = lanes.value[i + width];                          \
-        lanes.value[i] = combine;                                                        \
-      }                                                                                  \
-    return lanes.value[0];                                                               \
+// The order of a reduction is not specified by Metal; this one is a fixed tree over the lane
+// numbers.
+#define METAL_SIM_REDUCTION(name, combine)                                       \
+  template <class T>                                                             \
+  METAL_SIM_INLINE T name(T value, METAL_SIM_SOURCE) {                           \
+    metal_sim::Lanes<T> lanes = metal_sim::exchange(                             \
+        value, metal_sim::abi::ExchangeKind::kReduction, #name, METAL_SIM_HERE); \
+    for (int width = 16; width > 0; width /= 2)                                  \
+      for (int i = 0; i < width; ++i) {                                          \
+        const T a = lanes.value[i], b = lanes.value[i + width];                  \
+        lanes.value[i] = combine;                                                \
+      }                                                                          \
+    return lanes.value[0];                                                       \
   }
 METAL_SIM_REDUCTION(simd_sum, T(a + b))
-METAL_SIM_REDUCTION(simd_product, T(a * b))
+METAL_SIM_REDUCTION(simd_product, T(a* b))
 METAL_SIM_REDUCTION(simd_max, max(a, b))
 METAL_SIM_REDUCTION(simd_min, min(a, b))
 METAL_SIM_REDUCTION(simd_or, T(a | b))
-METAL_SIM_REDUCTION(simd_and, T(a & b))
+METAL_SIM_REDUCTION(simd_and, T(a& b))
 #undef METAL_SIM_REDUCTION
 
 METAL_SIM_INLINE bool simd_any(bool value, METAL_SIM_SOURCE) {

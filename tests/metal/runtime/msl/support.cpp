@@ -1,4 +1,5 @@
-// What clang calls but a freestanding kernel module does not have: memory functions and bfloat rounding.
+// What clang calls but a freestanding kernel module does not have: memory functions and bfloat
+// rounding.
 #include <stddef.h>
 #include <stdint.h>
 

@@ -1,14 +1,15 @@
 // Vector types (float2 ... ulong4, vec<T, N>), their constructors, and the packed types.
-// Relies on clang's ext_vector_type, whose element access, swizzles and arithmetic are those of Metal. Differs from
-// Metal in one point: comparing two float vectors gives an int vector (all bits set for true), so boolN is intN.
+// Relies on clang's ext_vector_type, whose element access, swizzles and arithmetic are those of
+// Metal. Differs from Metal in one point: comparing two float vectors gives an int vector (all bits
+// set for true), so boolN is intN.
 #pragma once
 
 #include "base.h"
 
-#define METAL_SIM_VECTORS(T)                             \
-  typedef T T##2 __attribute__((ext_vector_type(2)));    \
-  typedef T T##3 __attribute__((ext_vector_type(3)));    \
-  typedef T T##4 __attribute__((ext_vector_type(4)));    \
+#define METAL_SIM_VECTORS(T)                                                       \
+  typedef T T##2 __attribute__((ext_vector_type(2)));                              \
+  typedef T T##3 __attribute__((ext_vector_type(3)));                              \
+  typedef T T##4 __attribute__((ext_vector_type(4)));                              \
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
   typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(sizeof(T))));
 METAL_SIM_VECTORS(float)
