@@ -61,7 +61,7 @@ void add_folder(Hash& hash, const fs::path& folder) {
   std::error_code error;
   for (const auto& entry : fs::recursive_directory_iterator(folder, error)) {
     const std::string extension = entry.path().extension().string();
-    if (extension == ".py" || extension == ".h" || extension == ".cpp")
+    if (extension == ".py" || extension == ".h" || extension == ".cpp" || extension == ".metal")
       files.push_back(entry.path());
   }
   std::sort(files.begin(), files.end());

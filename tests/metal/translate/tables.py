@@ -33,7 +33,7 @@ def instance_text(number: int, instance: Instance, kernel: Kernel) -> str:
     count = len(kernel.parameters)
     text = f"METAL_SIM_THUNK void invoke_{number}(const abi::Invocation& invocation) {{ ::{function}({call}); }}\n"
     text += f"static constexpr abi::ArgumentSpec specs_{number}[{count}] = {{{specs}}};\n"
-    text += f"static const auto arguments_{number} = argument_list(&::{function}, specs_{number});\n"
+    text += f"static constexpr auto arguments_{number} = argument_list(&::{function}, specs_{number});\n"
     return text
 
 
@@ -73,7 +73,7 @@ def tables(program: Program) -> str:
     text += (
         f"static const abi::Module module{{abi::kVersion, kernels, {len(rows)}, constants, "
         f"{len(constants)}}};\n}}\n"
-        'extern "C" __attribute__((visibility("default"))) const metal_sim::abi::Module* '
+        "METAL_SIM_ENTRY const metal_sim::abi::Module* "
         "metal_sim_module(const metal_sim::abi::Runtime* runtime) {\n"
         "  metal_sim::runtime = runtime;\n  return &metal_sim::module;\n}\n"
     )

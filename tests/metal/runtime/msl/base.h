@@ -38,6 +38,9 @@ typedef __bf16 bfloat;
 #define METAL_SIM_RUNTIME inline __attribute__((noinline, no_sanitize("thread")))
 // Unpacks arguments; reads the simulator's memory.
 #define METAL_SIM_THUNK static __attribute__((noinline, no_sanitize("thread")))
+// The one exported function; sets the pointer that the hooks call through, so it must not be hooked
+// itself.
+#define METAL_SIM_ENTRY extern "C" __attribute__((visibility("default"), no_sanitize("thread")))
 // The caller's file and line, as default arguments of every collective operation.
 #define METAL_SIM_SOURCE \
   const char *source_file = __builtin_FILE(), int source_line = __builtin_LINE()
