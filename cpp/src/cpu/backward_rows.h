@@ -140,6 +140,7 @@ FLASHATTN_INLINE void scale_row(float* row, std::int64_t lanes, float scale) {
 template <class Unit>
 static void write_dq(const AttentionJob& job, const BackwardShape<Unit>& shape, std::int64_t batch,
                      std::int64_t head, const QueryBlock<Unit>& block) {
+  if (job.dq.data == nullptr) return;
   const Rows dq = rows_of(job.dq, job.dtype, batch, head);
   for (std::int64_t i = 0; i < block.rows; ++i) {
     float* row = block.dq + i * shape.head_lanes;
@@ -186,7 +187,10 @@ static void write_key_blocks(const AttentionJob& job, const BackwardSums& sums, 
   for (std::int64_t key = keys.begin; key < keys.end; ++key) {
     const std::int64_t begin = key / kBlockK * kBlockK;
     const Interval block{begin, begin + kBlockK};
-    write_summed_row(sums, block, key * shape.head_lanes, job.scale, job.head_dim, dk, key);
+    if (job.dk.data != nullptr) {
+      write_summed_row(sums, block, key * shape.head_lanes, job.scale, job.head_dim, dk, key);
+    }
+    if (job.dv.data == nullptr) continue;
     write_summed_row(sums, block, dv_offset + key * shape.value_lanes, 1.0F, job.value_dim, dv,
                      key);
   }
