@@ -1,7 +1,7 @@
 """`nox` runs everything that a change must pass; `nox -l` lists the sessions.
 
-Each session needs only Python, pip and a C++20 compiler, except those that say what they look for and
-skip without it.
+Each session needs only Python, pip and a C++20 compiler, except those that say what they look for
+and skip without it.
 """
 
 import os
@@ -41,7 +41,7 @@ def configure_and_build(session: nox.Session, folder: Path, preset: str, *option
 def tests(session: nox.Session) -> None:
     """Installs the wheel with its test extra; checks types, runs the C++ tests and pytest.
 
-    mypy looks at the installed package, because the stub of the compiled module is made by the build.
+    mypy looks at the installed package, because the build makes the stub of the compiled module.
     """
     session.install(".[test]", "mypy==2.4.1")
     session.run("mypy")

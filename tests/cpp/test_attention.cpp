@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/dispatch.h"
 #include "flashattn/attention.h"
 #include "flashattn/error.h"
 #include "naive.h"
@@ -128,21 +129,27 @@ void run_case(const Case& c, DType dtype) {
   }
 }
 
+// Every case with every instruction set of this machine.
+void run_cases(DType dtype) {
+  const std::string before = flashattn::cpu::active_isa();
+  for (const std::string& isa : flashattn::cpu::supported_isas()) {
+    BOOST_TEST_CONTEXT(isa) {
+      flashattn::cpu::set_isa(isa);
+      for (const Case& c : cases()) run_case(c, dtype);
+    }
+  }
+  flashattn::cpu::set_isa(before);
+}
+
 }  // namespace
 
 BOOST_AUTO_TEST_SUITE(attention)
 
-BOOST_AUTO_TEST_CASE(float32_matches_the_definition) {
-  for (const Case& c : cases()) run_case(c, DType::kFloat32);
-}
+BOOST_AUTO_TEST_CASE(float32_matches_the_definition) { run_cases(DType::kFloat32); }
 
-BOOST_AUTO_TEST_CASE(float16_matches_the_definition) {
-  for (const Case& c : cases()) run_case(c, DType::kFloat16);
-}
+BOOST_AUTO_TEST_CASE(float16_matches_the_definition) { run_cases(DType::kFloat16); }
 
-BOOST_AUTO_TEST_CASE(bfloat16_matches_the_definition) {
-  for (const Case& c : cases()) run_case(c, DType::kBFloat16);
-}
+BOOST_AUTO_TEST_CASE(bfloat16_matches_the_definition) { run_cases(DType::kBFloat16); }
 
 BOOST_AUTO_TEST_CASE(a_batch_row_alone_has_the_bits_it_has_in_its_batch) {
   const Sizes sizes{.batch = 3, .seqlen_q = 130, .seqlen_k = 200, .head_dim = 32, .value_dim = 32};
