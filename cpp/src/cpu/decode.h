@@ -11,7 +11,9 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 // What the rows of one kv head share while a block of keys is worked on.
 struct DecodeHead {
-  const float* q = nullptr;  // [rows][q_stride], tailed order
+  // [rows][q_stride]: float32 in tailed order, or the bf16 elements as they are.
+  const float* q = nullptr;
+  bool q_in_pairs = false;
   std::int64_t q_stride = 0;
   TailedDim head_dim{};
   TailedDim value_dim{};
@@ -74,8 +76,16 @@ FLASHATTN_NOINLINE void decode_block(const DecodeHead& head, std::int64_t row, c
                                      const TileRows& values, std::int64_t count) {
   alignas(64) float s[rows][kDecodeBlockKeys];
   float* acc = head.partial.acc + row * head.acc_stride;
-  decode_scores<dtype, rows>(head.q + row * head.q_stride, head.q_stride, head.head_dim,
-                             head.log2_scale, keys, count, s);
+  const float* q = head.q + row * head.q_stride;
+#if defined(FLASHATTN_HAS_BF16_DOT)
+  if (dtype == DType::kBFloat16 && head.q_in_pairs) {
+    decode_scores<PairDot, rows>(q, head.q_stride, head.head_dim, head.log2_scale, keys, count, s);
+  } else
+#endif
+  {
+    decode_scores<WidenedDot<dtype>, rows>(q, head.q_stride, head.head_dim, head.log2_scale, keys,
+                                           count, s);
+  }
   for (int r = 0; r < rows; ++r) {
     decode_softmax(s[r], count, head.partial.max_log2 + row + r, head.partial.sum + row + r,
                    acc + r * head.acc_stride, head.acc_stride);
@@ -102,14 +112,19 @@ FLASHATTN_INLINE void decode_head_block(const AttentionJob& job, std::int64_t ba
                                         TileRows values) {
   const Visibility& visibility = job.visibility[batch];
   const std::int64_t rows = job.heads_per_kv * job.seqlen_q;
+  const bool all_seen =
+      visibility.tile(0, job.seqlen_q, block.begin, block.end) == TileVisibility::kAll;
+  const auto keys_seen = [&](std::int64_t row) {
+    return all_seen ? block : clipped(visibility.keys_of_row(row % job.seqlen_q), block);
+  };
   // Rows r and r + 1 usually see the same keys of the block and share a tile; where the end of a
   // window or of the causal triangle passes between them they do not.
   std::int64_t row = 0;
   while (row < rows) {
-    const Interval seen = clipped(visibility.keys_of_row(row % job.seqlen_q), block);
+    const Interval seen = keys_seen(row);
     std::int64_t alike = 1;
     for (; alike < 4 && row + alike < rows; ++alike) {
-      const Interval next = clipped(visibility.keys_of_row((row + alike) % job.seqlen_q), block);
+      const Interval next = keys_seen(row + alike);
       if (next.begin != seen.begin || next.end != seen.end) break;
     }
     const std::int64_t count = seen.end - seen.begin;
@@ -159,6 +174,17 @@ FLASHATTN_INLINE TileRows contiguous_block(const Rows& rows, Interval block, std
   return {.base = reinterpret_cast<const char*>(copy), .row_bytes = row_bytes};
 }
 
+// Whether scores come from dot products of bf16 pairs: the instruction is there, and rows are whole
+// vectors of pairs.
+FLASHATTN_INLINE bool decode_in_pairs(const AttentionJob& job) {
+#if defined(FLASHATTN_HAS_BF16_DOT)
+  return job.dtype == DType::kBFloat16 && job.head_dim % PairDot::kStep == 0;
+#else
+  (void)job;
+  return false;
+#endif
+}
+
 // Zeroes the partials of kv heads [task.kv_head_begin, task.kv_head_end), and widens their query
 // rows to `q`.
 template <DType dtype>
@@ -171,8 +197,13 @@ FLASHATTN_INLINE void decode_start(const DecodeChunk& task, const TailedDim& hea
     const Rows query = rows_of(job.query, dtype, task.batch, h);
     for (std::int64_t i = 0; i < job.seqlen_q; ++i) {
       const std::int64_t row = h * job.seqlen_q + i;
-      widen_row<dtype>(query.row(i), query.dim_bytes, job.head_dim, q + row * q_stride);
-      to_tailed(q + row * q_stride, head_dim);
+      if (dtype == DType::kBFloat16 && decode_in_pairs(job)) {
+        auto* pairs = reinterpret_cast<std::uint16_t*>(q + row * q_stride);
+        read_row_bits16(query, i, job.head_dim, pairs);
+      } else {
+        widen_row<dtype>(query.row(i), query.dim_bytes, job.head_dim, q + row * q_stride);
+        to_tailed(q + row * q_stride, head_dim);
+      }
       for (std::int64_t d = 0; d < acc_stride; ++d) task.partial.acc[row * acc_stride + d] = 0.0F;
       task.partial.max_log2[row] = -kInfinity;
       task.partial.sum[row] = 0.0F;
@@ -191,7 +222,8 @@ static void decode_chunk_typed(const DecodeChunk& task) {
   const std::int64_t copy_floats = kDecodeBlockKeys * decode_padded(job.head_dim);
   float* q = task.scratch;
   float* key_copy = q + decode_rows(job) * decode_padded(job.head_dim);
-  DecodeHead head{.q_stride = decode_padded(job.head_dim),
+  DecodeHead head{.q_in_pairs = decode_in_pairs(job),
+                  .q_stride = decode_padded(job.head_dim),
                   .head_dim = tailed(job.head_dim),
                   .value_dim = tailed(job.value_dim),
                   .log2_scale = job.scale * kLog2E,

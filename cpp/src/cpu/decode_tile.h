@@ -104,18 +104,41 @@ FLASHATTN_INLINE Vec sum_lanes(Vec (&x)[kLanes]) {
   return x[0];
 }
 
+// How a vector of key elements meets the query: widened to float32 and multiplied, or as bf16
+// pairs, two elements a lane, where there is an instruction for their dot product. q holds what
+// fits: float32, or pairs of bf16.
+template <DType dtype>
+struct WidenedDot {
+  static constexpr std::int64_t kStep = kLanes;  // elements of a vector
+  static constexpr std::int64_t kItem = dtype == DType::kFloat32 ? 4 : 2;
+  static FLASHATTN_INLINE Vec key(const char* from) { return widen<dtype>(from); }
+  static FLASHATTN_INLINE Vec key_rest(const char* row, const TailedDim& dim) {
+    return load_rest<dtype>(row, dim);
+  }
+  static FLASHATTN_INLINE Vec add(Vec acc, Vec key, Vec q) { return acc + key * q; }
+};
+
+#if defined(FLASHATTN_HAS_BF16_DOT)
+struct PairDot {
+  static constexpr std::int64_t kStep = 2 * kLanes;
+  static constexpr std::int64_t kItem = 2;
+  static FLASHATTN_INLINE Vec key(const char* from) { return load(from); }
+  static FLASHATTN_INLINE Vec key_rest(const char*, const TailedDim&) { return Vec{}; }
+  static FLASHATTN_INLINE Vec add(Vec acc, Vec key, Vec q) { return dot_bf16_pairs(acc, key, q); }
+};
+#endif
+
 // scores[r][k] = scale * (q[r] . key[k]) for `rows` rows of q, which are q_stride floats apart, and
 // `count` keys. Entries from count to the next multiple of kLanes become -inf.
 //
 //   for each group of kKeys keys:
 //     S[r][i] = sum over vectors d of q[r][d] * key[i][d]     (rows x kKeys vectors in registers)
 //     scores = the lanes of each S added up
-template <DType dtype, int rows>
+template <typename Dot, int rows>
 FLASHATTN_INLINE void decode_scores(const float* q, std::int64_t q_stride, const TailedDim& dim,
                                     float scale, const TileRows& keys, std::int64_t count,
                                     float (&scores)[rows][kDecodeBlockKeys]) {
   constexpr int kKeys = kDecodeAccumulators / rows;
-  constexpr std::int64_t item = dtype == DType::kFloat32 ? 4 : 2;
   alignas(64) float sums[kDecodeAccumulators];
   for (std::int64_t k = 0; k < count; k += kKeys) {
     const char* key[kKeys];
@@ -124,21 +147,22 @@ FLASHATTN_INLINE void decode_scores(const float* q, std::int64_t q_stride, const
       key[i] = keys.base + (k + i < count ? k + i : count - 1) * keys.row_bytes;
     }
     Vec acc[kDecodeAccumulators] = {};
-    const auto add = [&](std::int64_t d, int i, Vec x) __attribute__((always_inline)) {
+    const float* q_part = q;
+    const auto add = [&](int i, Vec x) __attribute__((always_inline)) {
       FLASHATTN_UNROLL for (int r = 0; r < rows; ++r) {
-        acc[r * kKeys + i] += x * load(q + r * q_stride + d);
+        Vec& sum = acc[r * kKeys + i];
+        sum = Dot::add(sum, x, load(q_part + r * q_stride));
       }
     };
-    for (std::int64_t d = 0; d < dim.full; d += kLanes) {
-      const bool new_line = keys.ahead != 0 && d * item % 64 == 0;
+    for (std::int64_t d = 0; d < dim.full; d += Dot::kStep, q_part += kLanes) {
+      const bool new_line = keys.ahead != 0 && d * Dot::kItem % 64 == 0;
       FLASHATTN_UNROLL for (int i = 0; i < kKeys; ++i) {
-        if (new_line) __builtin_prefetch(key[i] + keys.ahead + d * item, 0, 2);
-        add(d, i, widen<dtype>(key[i] + d * item));
+        if (new_line) __builtin_prefetch(key[i] + keys.ahead + d * Dot::kItem, 0, 2);
+        add(i, Dot::key(key[i] + d * Dot::kItem));
       }
     }
     if (dim.rest() != 0) {
-      FLASHATTN_UNROLL for (int i = 0; i < kKeys; ++i)
-          add(dim.full, i, load_rest<dtype>(key[i], dim));
+      FLASHATTN_UNROLL for (int i = 0; i < kKeys; ++i) add(i, Dot::key_rest(key[i], dim));
     }
     FLASHATTN_UNROLL for (int group = 0; group < kDecodeAccumulators / kLanes; ++group) {
       Vec part[kLanes];
@@ -161,11 +185,8 @@ FLASHATTN_INLINE void decode_accumulate_columns(const float (&p)[rows][kDecodeBl
                                                 const TailedDim& dim, std::int64_t d, float* acc,
                                                 std::int64_t acc_stride) {
   constexpr std::int64_t item = dtype == DType::kFloat32 ? 4 : 2;
-  Vec sum[rows][vectors];
-  FLASHATTN_UNROLL for (int r = 0; r < rows; ++r) {
-    FLASHATTN_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] =
-        load(acc + r * acc_stride + d + j * kLanes);
-  }
+  // From zero and not from acc: sums of block sums lose less to rounding than one long chain.
+  Vec sum[rows][vectors] = {};
   const char* value = values.base;
   for (std::int64_t k = 0; k < count; ++k, value += values.row_bytes) {
     Vec v[vectors];
@@ -177,8 +198,9 @@ FLASHATTN_INLINE void decode_accumulate_columns(const float (&p)[rows][kDecodeBl
           __builtin_prefetch(value + values.ahead + d * item + byte, 0, 2);
         }
       }
-      FLASHATTN_UNROLL for (int j = 0; j < vectors; ++j) v[j] =
-          widen<dtype>(value + (d + j * kLanes) * item);
+      FLASHATTN_UNROLL for (int j = 0; j < vectors; ++j) {
+        v[j] = widen<dtype>(value + (d + j * kLanes) * item);
+      }
     }
     FLASHATTN_UNROLL for (int r = 0; r < rows; ++r) {
       const Vec weight = broadcast(p[r][k]);
@@ -186,8 +208,10 @@ FLASHATTN_INLINE void decode_accumulate_columns(const float (&p)[rows][kDecodeBl
     }
   }
   FLASHATTN_UNROLL for (int r = 0; r < rows; ++r) {
-    FLASHATTN_UNROLL for (int j = 0; j < vectors; ++j)
-        store(acc + r * acc_stride + d + j * kLanes, sum[r][j]);
+    FLASHATTN_UNROLL for (int j = 0; j < vectors; ++j) {
+      float* to = acc + r * acc_stride + d + j * kLanes;
+      store(to, load(to) + sum[r][j]);
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 #include "cpu/backward_table.h"
 #include "cpu/decode_table.h"
 #include "cpu/forward_table.h"
+#include "cpu/peak_table.h"
 
 namespace flashattn::cpu {
 
@@ -13,6 +14,7 @@ struct CpuKernels {
   ForwardKernels forward;
   BackwardKernels backward;
   DecodeKernels decode;
+  PeakKernels peak;
 };
 
 }  // namespace flashattn::cpu

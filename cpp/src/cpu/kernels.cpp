@@ -7,6 +7,7 @@
 #include "cpu/decode.h"
 #include "cpu/forward.h"
 #include "cpu/kernel_table.h"
+#include "cpu/peak.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
@@ -14,6 +15,7 @@ extern const CpuKernels kKernels;
 const CpuKernels kKernels = {.isa = FLASHATTN_QUOTE(FLASHATTN_CPU_ISA_NAME),
                              .forward = kForwardKernels,
                              .backward = backward::kKernels,
-                             .decode = kDecodeKernels};
+                             .decode = kDecodeKernels,
+                             .peak = kPeakKernels};
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

@@ -54,10 +54,8 @@ FLASHATTN_INLINE void interleave_rows16(const std::uint16_t* even, const std::ui
                                         std::int64_t dim, float* to) {
   std::int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) {
-    const VecU low =
-        __builtin_convertvector(*reinterpret_cast<const VecHalfInMemory*>(even + d), VecU);
-    const VecU high =
-        __builtin_convertvector(*reinterpret_cast<const VecHalfInMemory*>(odd + d), VecU);
+    const VecU low = widen_uint16(even + d);
+    const VecU high = widen_uint16(odd + d);
     store(to + d, reinterpret_cast<Vec>(low | (high << 16)));
   }
   for (; d < dim; ++d) {

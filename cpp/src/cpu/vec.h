@@ -62,6 +62,7 @@ FLASHATTN_INLINE Vec vec_of_bits(VecI x) { return reinterpret_cast<Vec>(x); }
 //   Vec round_to_integer(Vec x)       nearest, ties to even
 //   Vec times_power_of_two(p, n, x)   p * 2^n, and exactly 0 where x < -126 (NaN stays)
 //   bool any(VecI mask)
+//   VecU widen_uint16(const void*)    kLanes 16-bit integers as 32-bit ones
 //   Vec widen_float16(const void*)    kLanes float16 values as float32
 //   void narrow_float16(void*, Vec)   rounded to nearest even
 //   void transpose(Vec (&r)[kLanes])  the kLanes x kLanes matrix of 32-bit units in registers
@@ -80,8 +81,7 @@ FLASHATTN_INLINE Vec vec_of_bits(VecI x) { return reinterpret_cast<Vec>(x); }
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 FLASHATTN_INLINE Vec widen_bfloat16(const void* from) {
-  const VecHalf half = *static_cast<const VecHalfInMemory*>(from);
-  return reinterpret_cast<Vec>(__builtin_convertvector(half, VecU) << 16);
+  return reinterpret_cast<Vec>(widen_uint16(from) << 16);
 }
 
 // Nearest even; a NaN keeps its sign and becomes quiet. In integers, because the bf16 conversion

@@ -21,6 +21,12 @@ FLASHATTN_INLINE bool any(VecI mask) {
   return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
 }
 
+// The compiler's own conversion splits the vector in two and joins the halves.
+FLASHATTN_INLINE VecU widen_uint16(const void* from) {
+  return reinterpret_cast<VecU>(
+      _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+}
+
 FLASHATTN_INLINE Vec widen_float16(const void* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }

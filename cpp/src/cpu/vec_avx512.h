@@ -22,6 +22,12 @@ FLASHATTN_INLINE bool any(VecI mask) {
   return _mm512_test_epi32_mask(m, m) != 0;
 }
 
+// The compiler's own conversion splits the vector in two and joins the halves.
+FLASHATTN_INLINE VecU widen_uint16(const void* from) {
+  return reinterpret_cast<VecU>(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+}
+
 FLASHATTN_INLINE Vec widen_float16(const void* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }

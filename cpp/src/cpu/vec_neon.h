@@ -21,6 +21,10 @@ FLASHATTN_INLINE Vec times_power_of_two(Vec p, Vec n, Vec x) {
 
 FLASHATTN_INLINE bool any(VecI mask) { return vmaxvq_u32(reinterpret_cast<uint32x4_t>(mask)) != 0; }
 
+FLASHATTN_INLINE VecU widen_uint16(const void* from) {
+  return __builtin_convertvector(*static_cast<const VecHalfInMemory*>(from), VecU);
+}
+
 FLASHATTN_INLINE Vec widen_float16(const void* from) {
   const VecHalf half = *static_cast<const VecHalfInMemory*>(from);
   return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));

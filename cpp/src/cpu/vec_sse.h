@@ -22,10 +22,15 @@ FLASHATTN_INLINE bool any(VecI mask) {
   return _mm_movemask_ps(reinterpret_cast<__m128>(mask)) != 0;
 }
 
+FLASHATTN_INLINE VecU widen_uint16(const void* from) {
+  return reinterpret_cast<VecU>(
+      _mm_cvtepu16_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+}
+
 // Exponent and mantissa shifted into place are 2^-112 of the value, denormals included; an all-ones
 // exponent (infinity, NaN) is put back by hand.
 FLASHATTN_INLINE Vec widen_float16(const void* from) {
-  const VecU half = __builtin_convertvector(*static_cast<const VecHalfInMemory*>(from), VecU);
+  const VecU half = widen_uint16(from);
   const VecU magnitude =
       reinterpret_cast<VecU>(reinterpret_cast<Vec>((half & 0x7fffU) << 13) * 0x1p112F);
   const VecU special = (half & 0x7c00U) == 0x7c00U ? VecU{} + 0x7f800000U : VecU{};
