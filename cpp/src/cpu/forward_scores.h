@@ -8,7 +8,7 @@
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 // Units summed in one go: long dot products are sums of sums, whose error grows more slowly.
-constexpr std::int64_t kDepthStep = 128;
+constexpr std::int64_t kDepthStep = 64;
 
 // Selects, so that a score of an excluded key is -inf even when it was NaN.
 template <int vecs>
