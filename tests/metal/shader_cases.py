@@ -72,7 +72,8 @@ class Case:
     value_dim: int = 12
     causal: bool = True
     dtype: str = "float32"
-    non_finite: bool = False  # one hidden key's value and one query row are not finite
+    # "value": the value of the last key, which one row sees, is NaN; "query": query and dout of row 0 are.
+    non_finite: str = ""
     seed: int = 0
 
     @property
@@ -163,11 +164,12 @@ def make_tensors(case: Case) -> Tensors:
         "value": draw(case.seqlen_k, case.kv_heads, case.value_dim),
         "dout": draw(case.seqlen_q, case.query_heads, case.value_dim),
     }
-    if case.non_finite:
-        # The last key is hidden from all rows but the last: its value must reach no other row.
-        a["value"][:, -1] = 0x7FC0 if case.dtype == "bfloat16" else np.nan
-        a["query"][:, 0] = 0x7FC0 if case.dtype == "bfloat16" else np.nan
-        a["dout"][:, 0] = 0x7FC0 if case.dtype == "bfloat16" else np.nan
+    nan = 0x7FC0 if case.dtype == "bfloat16" else np.nan
+    if case.non_finite == "value":
+        a["value"][:, -1] = nan
+    if case.non_finite == "query":
+        a["query"][:, 0] = nan
+        a["dout"][:, 0] = nan
     tensors = Tensors(a, expected(case, a))
     for name, like in (("out", "dout"), ("dq", "query"), ("dk", "key"), ("dv", "value")):
         a[name] = np.full_like(a[like], 0xFFFF if case.dtype == "bfloat16" else np.nan)
