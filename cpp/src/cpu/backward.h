@@ -5,38 +5,51 @@
 #pragma once
 
 #include "cpu/backward_block.h"
+#include "cpu/backward_prefetch.h"
 #include "cpu/backward_rows.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
-// The sums over key blocks that the task will add to start at 0.
+// Key block number `index`, its sums at 0 if this task has not touched it yet.
 template <class Unit>
-FLASHATTN_INLINE void zero_sums(const BackwardShape<Unit>& shape, Interval keys,
-                                const KeySums<Unit>& sums) {
-  const std::int64_t begin = keys.begin / kBlockK * kBlockK;
-  const std::int64_t count = round_up(keys.end, kBlockK) - begin;
-  zero_units(sums.dk + begin * shape.head_lanes, count * shape.head_lanes);
-  zero_units(sums.dv + begin * shape.value_lanes, count * shape.value_lanes);
+FLASHATTN_INLINE KeyBlock<Unit> key_block(const BackwardShape<Unit>& shape,
+                                          const PackedKeys<Unit>& packed, const KeySums<Unit>& sums,
+                                          std::int64_t index) {
+  const std::int64_t key = index * kBlockK;
+  const KeyBlock<Unit> block{
+      .keys = packed.keys + key * shape.head_packed,
+      .values = packed.values + key * shape.value_packed,
+      .key_lanes = packed.key_lanes + key / Unit::kElements * shape.head_lanes,
+      .dk = sums.dk + key * shape.head_lanes,
+      .dv = sums.dv + key * shape.value_lanes,
+      .first_key = key,
+      .finite = packed.finite[index] != 0};
+  if (sums.touched[index] == 0) {
+    sums.touched[index] = 1;
+    zero_units(block.dk, kBlockK * shape.head_lanes);
+    zero_units(block.dv, kBlockK * shape.value_lanes);
+  }
+  return block;
 }
 
 template <class Unit>
 FLASHATTN_INLINE void add_key_blocks(const AttentionJob& job, const BackwardShape<Unit>& shape,
                                      const Visibility& visibility, const PackedKeys<Unit>& packed,
-                                     const KeySums<Unit>& sums, const QueryBlock<Unit>& q) {
-  const Interval keys = visibility.keys_of_rows(q.first_row, q.first_row + q.rows);
-  for (std::int64_t key = keys.begin / kBlockK * kBlockK; key < keys.end; key += kBlockK) {
-    const KeyBlock<Unit> k{.keys = packed.keys + key * shape.head_packed,
-                           .values = packed.values + key * shape.value_packed,
-                           .key_lanes = packed.key_lanes + key / Unit::kElements * shape.head_lanes,
-                           .dk = sums.dk + key * shape.head_lanes,
-                           .dv = sums.dv + key * shape.value_lanes,
-                           .first_key = key,
-                           .finite = packed.finite[key / kBlockK] != 0};
+                                     const KeySums<Unit>& sums, const QueryBlock<Unit>& q,
+                                     const RowsAhead& ahead) {
+  const std::int64_t last_row = q.first_row + q.rows;
+  const Interval keys = visibility.keys_of_rows(q.first_row, last_row);
+  const std::int64_t begin = keys.begin / kBlockK;
+  const std::int64_t end = keys.begin < keys.end ? (keys.end + kBlockK - 1) / kBlockK : begin;
+  for (std::int64_t i = begin; i < end; ++i) {
+    ahead.fetch(i - begin, end - begin);
     const TileVisibility tile =
-        visibility.tile(q.first_row, q.first_row + q.rows, key, key + kBlockK);
+        visibility.tile(q.first_row, last_row, i * kBlockK, (i + 1) * kBlockK);
+    if (tile == TileVisibility::kNone) continue;
+    const KeyBlock<Unit> k = key_block(shape, packed, sums, i);
     if (tile == TileVisibility::kAll && q.rows == kBlockQ) {
       add_visible_block(shape, job.scale, q, k);
-    } else if (tile != TileVisibility::kNone) {
+    } else {
       add_mixed_block(shape, job.scale, visibility, q, k);
     }
   }
@@ -46,18 +59,18 @@ template <class Unit>
 static void accumulate_blocks(const AttentionJob& job, const BackwardTask& task) {
   const auto shape = BackwardShape<Unit>::of(job);
   Carver packed_carver{.base = static_cast<char*>(const_cast<void*>(task.packed))};
-  Carver sums_carver{.base = reinterpret_cast<char*>(task.sums)};
+  Carver sums_carver{.base = static_cast<char*>(task.sums)};
   Carver scratch_carver{.base = static_cast<char*>(task.scratch)};
   const auto packed = PackedKeys<Unit>::carve(shape, packed_carver);
   const auto sums = KeySums<Unit>::carve(shape, sums_carver);
   auto block = QueryBlock<Unit>::carve(shape, scratch_carver);
   const Visibility visibility = job.visibility[task.batch];
-  zero_sums(shape, task.keys, sums);
+  __builtin_memset(sums.touched, 0, static_cast<std::size_t>(shape.keys / kBlockK));
   for (std::int64_t g = 0; g < job.heads_per_kv; ++g) {
     const std::int64_t head = task.kv_head * job.heads_per_kv + g;
     for (std::int64_t i = task.blocks.first; i < task.blocks.end; i += task.blocks.step) {
       load_query_block(job, shape, task.batch, head, i * kBlockQ, block);
-      add_key_blocks(job, shape, visibility, packed, sums, block);
+      add_key_blocks(job, shape, visibility, packed, sums, block, RowsAhead::of(job, task, g, i));
       write_dq(job, shape, task.batch, head, block);
     }
   }

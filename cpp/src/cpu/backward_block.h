@@ -1,6 +1,6 @@
 // A block of query rows against a block of keys: the five matrix products of the backward pass.
 //
-//   for each tile of kTileRows keys:
+//   for each strip of kStripKeys keys:
 //     S^T = K Q^T        P = exp(scale S - lse)
 //     dP^T = V dO^T      dS = P (dP - delta)
 //     dV += P^T dO       dK += dS^T Q          (the scale of dK and dQ is applied at the end)
@@ -11,7 +11,7 @@
 // may see each other: 0 * NaN is NaN, so a zero weight alone would not keep it out.
 #pragma once
 
-#include "cpu/backward_tile.h"
+#include "cpu/backward_product.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
@@ -27,133 +27,118 @@ struct KeyBlock {
   bool finite = true;  // all of K
 };
 
-// C[m][0..lanes) += sum over units u < depth of A[m * a_row + u * a_depth] B[u][0..lanes), for the
-// kTileRows rows of a tile. Rows of B and C are `lanes` apart.
-template <class Unit, int vecs>
-FLASHATTN_INLINE void add_product_columns(std::int64_t depth, const float* A, std::ptrdiff_t a_row,
-                                          std::ptrdiff_t a_depth, const float* B, float* C,
-                                          std::int64_t lanes) {
-  Vec acc[kTileRows][vecs];
-  load_tile(C, lanes, acc);
-  multiply<Unit>(depth, A, a_row, a_depth, B, lanes, acc);
-  store_tile(C, lanes, acc);
-}
-
-template <class Unit>
-FLASHATTN_INLINE void add_product(std::int64_t depth, const float* A, std::ptrdiff_t a_row,
-                                  std::ptrdiff_t a_depth, const float* B, float* C,
-                                  std::int64_t lanes) {
-  std::int64_t d = 0;
-  for (; lanes - d >= (kTileVecs + 2) * kLanes || lanes - d == kTileVecs * kLanes;
-       d += kTileVecs * kLanes) {
-    add_product_columns<Unit, kTileVecs>(depth, A, a_row, a_depth, B + d, C + d, lanes);
-  }
-  // What is left is shared out so that no narrow tile, bound by latency, remains of five vectors.
-  for (std::int64_t left = (lanes - d) / kLanes; left > 0; left = (lanes - d) / kLanes) {
-    if (kTileVecs > 3 && (left == 3 || left == 5)) {
-      add_product_columns<Unit, 3>(depth, A, a_row, a_depth, B + d, C + d, lanes);
-      d += 3 * kLanes;
-    } else if (left >= 2) {
-      add_product_columns<Unit, 2>(depth, A, a_row, a_depth, B + d, C + d, lanes);
-      d += 2 * kLanes;
-    } else {
-      add_product_columns<Unit, 1>(depth, A, a_row, a_depth, B + d, C + d, lanes);
-      d += kLanes;
-    }
-  }
-}
-
-// C[0..lanes) += sum over the elements e of `range` of A[e] B[e][0..lanes), one row alone. A unit
-// that straddles an end of the range enters with its other element cleared in B (A's is 0 there).
-template <class Unit>
-FLASHATTN_INLINE void add_row_product(Interval range, const float* A, std::ptrdiff_t a_depth,
-                                      const float* B, float* C, std::int64_t lanes) {
-  if (range.begin >= range.end) return;
-  constexpr std::int64_t elements = Unit::kElements;
-  const std::int64_t first = range.begin / elements;
-  const std::int64_t last = (range.end + elements - 1) / elements;
-  for (std::int64_t d = 0; d < lanes; d += kLanes) {
-    Vec acc = load(C + d);
-    for (std::int64_t u = first; u < last; ++u) {
-      VecI b = bits_of(load(B + u * lanes + d));
-      if constexpr (elements == 2) {
-        if (2 * u < range.begin) b &= broadcast(static_cast<std::int32_t>(0xffff0000U));
-        if (2 * u + 2 > range.end) b &= broadcast(std::int32_t{0x0000ffff});
-      }
-      acc = Unit::multiply_add(acc, broadcast(A[u * a_depth]), vec_of_bits(b));
-    }
-    store(C + d, acc);
-  }
-}
-
+// x - first, clipped to [0, count).
 FLASHATTN_INLINE Interval clip(Interval x, std::int64_t first, std::int64_t count) {
   const std::int64_t begin = x.begin - first > 0 ? x.begin - first : 0;
   const std::int64_t end = x.end - first < count ? x.end - first : count;
   return {begin, end > begin ? end : begin};
 }
 
-// dV += P^T dO and dK += dS^T Q for the keys of one tile, over the query rows of `rows`.
+// The rows of the block, counted from its first, that see some of the `count` keys from `key` on.
+template <class Unit>
+FLASHATTN_INLINE Interval rows_seeing(const Visibility& visibility, const QueryBlock<Unit>& q,
+                                      std::int64_t key, std::int64_t count) {
+  return clip(visibility.rows_of_keys(key, key + count), q.first_row, q.rows);
+}
+
+// P and dS of the strip's tiles, each over the vectors of lanes that its rows take.
+template <class Unit, bool masked>
+FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale,
+                                  const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
+                                  std::int64_t strip, const Interval (&rows)[kStripTiles]) {
+  constexpr std::int64_t group = kLanes * Unit::kElements;
+  for (std::int64_t t = 0; t < kStripTiles; ++t) {
+    if (rows[t].begin >= rows[t].end) continue;
+    const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
+    weight_tiles<Unit, masked>(shape, k.keys, scale, q, at, rows[t].begin / group * Unit::kElements,
+                               round_up(rows[t].end, group) / kLanes);
+  }
+  for (std::int64_t t = 0; t < kStripTiles; ++t) {
+    if (rows[t].begin >= rows[t].end) continue;
+    const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
+    score_gradient_tiles<Unit, masked>(shape, k.values, q, at,
+                                       rows[t].begin / group * Unit::kElements,
+                                       round_up(rows[t].end, group) / kLanes);
+  }
+}
+
+// dV += P^T dO and dK += dS^T Q for the keys of a strip, each tile over its own rows.
 template <class Unit>
 FLASHATTN_INLINE void add_key_gradients(const BackwardShape<Unit>& shape, const QueryBlock<Unit>& q,
-                                        const KeyBlock<Unit>& k, std::int64_t key, Interval rows) {
-  constexpr std::int64_t elements = Unit::kElements;
-  const std::int64_t first = rows.begin / elements;
-  const std::int64_t depth = (rows.end + elements - 1) / elements - first;
-  const float* ds = elements == 1 ? q.ds + key * kBlockQ : q.ds_units;
-  add_product<Unit>(depth, q.p_units + first, kBlockQ / elements, 1,
-                    q.dout_rows + first * shape.value_lanes, k.dv + key * shape.value_lanes,
-                    shape.value_lanes);
-  add_product<Unit>(depth, ds + first, kBlockQ / elements, 1, q.q_rows + first * shape.head_lanes,
-                    k.dk + key * shape.head_lanes, shape.head_lanes);
+                                        const KeyBlock<Unit>& k, std::int64_t strip,
+                                        const Interval (&rows)[kStripTiles]) {
+  constexpr std::ptrdiff_t row_units = kBlockQ / Unit::kElements;
+  const Product dv{.A = q.p_units,
+                   .a_tile = kTileRows * row_units,
+                   .a_row = row_units,
+                   .a_depth = 1,
+                   .B = q.dout_rows,
+                   .C = k.dv + strip * shape.value_lanes,
+                   .lanes = shape.value_lanes,
+                   .ranges = rows,
+                   .tiles = kStripTiles};
+  const Product dk{.A = q.ds_of_strip(strip),
+                   .a_tile = kTileRows * row_units,
+                   .a_row = row_units,
+                   .a_depth = 1,
+                   .B = q.q_rows,
+                   .C = k.dk + strip * shape.head_lanes,
+                   .lanes = shape.head_lanes,
+                   .ranges = rows,
+                   .tiles = kStripTiles};
+  add_product<Unit>(dv);
+  add_product<Unit>(dk);
 }
 
 // The same, each key over exactly the rows that see it.
 template <class Unit>
-FLASHATTN_INLINE void add_key_gradients_exactly(const BackwardShape<Unit>& shape,
-                                                const Visibility& visibility,
-                                                const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
-                                                std::int64_t key) {
-  constexpr std::int64_t elements = Unit::kElements;
-  const float* ds = elements == 1 ? q.ds + key * kBlockQ : q.ds_units;
-  for (std::int64_t m = 0; m < kTileRows; ++m) {
-    const std::int64_t at = k.first_key + key + m;
-    const Interval rows = clip(visibility.rows_of_keys(at, at + 1), q.first_row, q.rows);
-    add_row_product<Unit>(rows, q.p_units + m * kBlockQ / elements, 1, q.dout_rows,
-                          k.dv + (key + m) * shape.value_lanes, shape.value_lanes);
-    add_row_product<Unit>(rows, ds + m * kBlockQ / elements, 1, q.q_rows,
-                          k.dk + (key + m) * shape.head_lanes, shape.head_lanes);
+FLASHATTN_NOINLINE void add_key_gradients_exactly(const BackwardShape<Unit>& shape,
+                                                  const Visibility& visibility,
+                                                  const QueryBlock<Unit>& q,
+                                                  const KeyBlock<Unit>& k, std::int64_t strip) {
+  constexpr std::ptrdiff_t row_units = kBlockQ / Unit::kElements;
+  for (std::int64_t m = 0; m < kStripKeys; ++m) {
+    const Interval rows = rows_seeing(visibility, q, k.first_key + strip + m, 1);
+    add_row_product<Unit>(rows, q.p_units + m * row_units, 1, q.dout_rows,
+                          k.dv + (strip + m) * shape.value_lanes, shape.value_lanes);
+    add_row_product<Unit>(rows, q.ds_of_strip(strip) + m * row_units, 1, q.q_rows,
+                          k.dk + (strip + m) * shape.head_lanes, shape.head_lanes);
   }
 }
 
-// dQ += dS K for the rows of one tile, over the keys of `keys` (counted from the block's first).
+// dQ += dS K, each tile of rows over its own keys, counted from the block's first.
 template <class Unit>
 FLASHATTN_INLINE void add_query_gradients(const BackwardShape<Unit>& shape,
                                           const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
-                                          std::int64_t row, Interval keys) {
-  constexpr std::int64_t elements = Unit::kElements;
-  const std::int64_t first = keys.begin / elements;
-  const std::int64_t depth = (keys.end + elements - 1) / elements - first;
-  add_product<Unit>(depth, q.ds + first * kBlockQ + row, 1, kBlockQ,
-                    k.key_lanes + first * shape.head_lanes, q.dq + row * shape.head_lanes,
-                    shape.head_lanes);
+                                          const Interval (&keys)[kMaxTiles]) {
+  add_product<Unit>({.A = q.ds,
+                     .a_tile = kTileRows,
+                     .a_row = 1,
+                     .a_depth = kBlockQ,
+                     .B = k.key_lanes,
+                     .C = q.dq,
+                     .lanes = shape.head_lanes,
+                     .ranges = keys,
+                     .tiles = kMaxTiles});
 }
 
 // Every row of the block sees every key of it.
 template <class Unit>
 FLASHATTN_NOINLINE void add_visible_block(const BackwardShape<Unit>& shape, float scale,
                                           const QueryBlock<Unit>& q, const KeyBlock<Unit>& k) {
-  for (std::int64_t key = 0; key < kBlockK; key += kTileRows) {
-    score_tiles<Unit, false>(shape, k.keys + key * shape.head_packed,
-                             k.values + key * shape.value_packed, scale, q, key, 0,
-                             kBlockQ / kLanes);
-    add_key_gradients(shape, q, k, key, {0, kBlockQ});
+  Interval rows[kStripTiles];
+  for (Interval& range : rows) range = {0, kBlockQ};
+  for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
+    score_strip<Unit, false>(shape, scale, q, k, strip, rows);
+    add_key_gradients(shape, q, k, strip, rows);
   }
-  for (std::int64_t row = 0; row < kBlockQ; row += kTileRows) {
-    add_query_gradients(shape, q, k, row, {0, kBlockK});
-  }
+  Interval keys[kMaxTiles];
+  for (Interval& range : keys) range = {0, kBlockK};
+  add_query_gradients(shape, q, k, keys);
 }
 
-// The keys that each lane sees, for the masks of score_tile; lanes without a row see none.
+// The keys that each lane sees, counted from first_key, for the masks of the tiles; lanes without a
+// row see none.
 template <class Unit>
 FLASHATTN_INLINE void set_lane_keys(const Visibility& visibility, const QueryBlock<Unit>& q,
                                     std::int64_t first_key) {
@@ -165,41 +150,51 @@ FLASHATTN_INLINE void set_lane_keys(const Visibility& visibility, const QueryBlo
   }
 }
 
+// dQ of a partly visible block.
+template <class Unit>
+FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape,
+                                                const Visibility& visibility,
+                                                const QueryBlock<Unit>& q,
+                                                const KeyBlock<Unit>& k) {
+  if (k.finite) {
+    Interval keys[kMaxTiles];
+    for (std::int64_t t = 0; t < kMaxTiles; ++t) {
+      const std::int64_t row = t * kTileRows;
+      const std::int64_t end = row + kTileRows < q.rows ? row + kTileRows : q.rows;
+      keys[t] =
+          clip(visibility.keys_of_rows(q.first_row + row, q.first_row + end), k.first_key, kBlockK);
+    }
+    add_query_gradients(shape, q, k, keys);
+    return;
+  }
+  for (std::int64_t m = 0; m < q.rows; ++m) {
+    add_row_product<Unit>(clip(visibility.keys_of_row(q.first_row + m), k.first_key, kBlockK),
+                          q.ds + m, kBlockQ, k.key_lanes, q.dq + m * shape.head_lanes,
+                          shape.head_lanes);
+  }
+}
+
 // Some rows of the block see some keys of it.
 template <class Unit>
 FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float scale,
                                         const Visibility& visibility, const QueryBlock<Unit>& q,
                                         const KeyBlock<Unit>& k) {
-  constexpr std::int64_t lane_group = kLanes * Unit::kElements;
   set_lane_keys(visibility, q, k.first_key);
-  for (std::int64_t key = 0; key < kBlockK; key += kTileRows) {
-    const std::int64_t at = k.first_key + key;
-    const Interval rows = clip(visibility.rows_of_keys(at, at + kTileRows), q.first_row, q.rows);
-    if (rows.begin >= rows.end) continue;
-    score_tiles<Unit, true>(
-        shape, k.keys + key * shape.head_packed, k.values + key * shape.value_packed, scale, q, key,
-        rows.begin / lane_group * Unit::kElements, round_up(rows.end, lane_group) / kLanes);
+  for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
+    const Interval any = rows_seeing(visibility, q, k.first_key + strip, kStripKeys);
+    if (any.begin >= any.end) continue;
+    Interval rows[kStripTiles];
+    for (std::int64_t t = 0; t < kStripTiles; ++t) {
+      rows[t] = rows_seeing(visibility, q, k.first_key + strip + t * kTileRows, kTileRows);
+    }
+    score_strip<Unit, true>(shape, scale, q, k, strip, rows);
     if (q.finite) {
-      add_key_gradients(shape, q, k, key, rows);
+      add_key_gradients(shape, q, k, strip, rows);
     } else {
-      add_key_gradients_exactly(shape, visibility, q, k, key);
+      add_key_gradients_exactly(shape, visibility, q, k, strip);
     }
   }
-  for (std::int64_t row = 0; row < q.rows; row += kTileRows) {
-    const std::int64_t at = q.first_row + row;
-    const std::int64_t end = row + kTileRows < q.rows ? at + kTileRows : q.first_row + q.rows;
-    const Interval keys = clip(visibility.keys_of_rows(at, end), k.first_key, kBlockK);
-    if (keys.begin >= keys.end) continue;
-    if (k.finite) {
-      add_query_gradients(shape, q, k, row, keys);
-      continue;
-    }
-    for (std::int64_t m = at; m < end; ++m) {
-      add_row_product<Unit>(clip(visibility.keys_of_row(m), k.first_key, kBlockK),
-                            q.ds + m - q.first_row, kBlockQ, k.key_lanes,
-                            q.dq + (m - q.first_row) * shape.head_lanes, shape.head_lanes);
-    }
-  }
+  add_mixed_query_gradients(shape, visibility, q, k);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -9,6 +9,10 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
 constexpr std::int64_t kBlockQ = kBackwardBlockQ;
 constexpr std::int64_t kBlockK = kBackwardBlockK;
+// Keys whose weights and score gradients are alive at a time: each operand of the query block is
+// read from the first-level cache by all but the first of the strip's tiles.
+constexpr std::int64_t kStripKeys = 16;
+constexpr std::int64_t kStripTiles = kStripKeys / kTileRows;
 
 // Units of a row of each operand. `lanes` rows have one column per lane, `packed` rows hold a row's
 // units along the contraction.
@@ -70,16 +74,19 @@ struct PackedKeys {
   }
 };
 
-// Sums over query rows, float32, unscaled.
+// Sums over query rows, float32, unscaled. A block of keys starts at 0 when it is first touched, so
+// that a task with a short range of keys neither writes nor adds the others.
 template <class Unit>
 struct KeySums {
-  float* dk = nullptr;  // [keys][head_lanes]
-  float* dv = nullptr;  // [keys][value_lanes]
+  float* dk = nullptr;               // [keys][head_lanes]
+  float* dv = nullptr;               // [keys][value_lanes]
+  unsigned char* touched = nullptr;  // [keys / kBlockK]; where 0, the block's sums are garbage
 
   static FLASHATTN_INLINE KeySums carve(const BackwardShape<Unit>& shape, Carver& carver) {
     KeySums sums;
     sums.dk = carver.floats(shape.keys * shape.head_lanes);
     sums.dv = carver.floats(shape.keys * shape.value_lanes);
+    sums.touched = static_cast<unsigned char*>(carver.bytes(shape.keys / kBlockK));
     return sums;
   }
 };
@@ -90,15 +97,16 @@ template <class Unit>
 struct QueryBlock {
   float* q_columns = nullptr;     // [head_packed][kBlockQ], Q^T
   float* dout_columns = nullptr;  // [value_packed][kBlockQ], dO^T
+  float* out_columns = nullptr;   // [value_packed][kBlockQ], O^T
   float* q_rows = nullptr;        // [kBlockQ / kElements][head_lanes]
   float* dout_rows = nullptr;     // [kBlockQ / kElements][value_lanes]
   float* lse = nullptr;           // [kBlockQ], natural; +inf where nothing is visible
   float* delta = nullptr;         // [kBlockQ], rowsum(dO * O) - dlse
   float* dq = nullptr;            // [kBlockQ][head_lanes], unscaled
-  // One key tile's weights, by query, and the score gradients of the whole key block.
-  float* p = nullptr;         // [kTileRows][kBlockQ]
-  float* p_units = nullptr;   // [kTileRows][kBlockQ / kElements], P along the contraction of dV
-  float* ds_units = nullptr;  // [kTileRows][kBlockQ / kElements], dS along the contraction of dK
+  // The weights of a strip of keys, and the score gradients of the whole key block.
+  float* p = nullptr;         // [kStripKeys][kBlockQ]
+  float* p_units = nullptr;   // [kStripKeys][kBlockQ / kElements], P along the contraction of dV
+  float* ds_units = nullptr;  // [kStripKeys][kBlockQ / kElements], dS along the contraction of dK
   float* ds = nullptr;        // [kBlockK / kElements][kBlockQ], dS along the contraction of dQ
   std::int32_t* key_begin = nullptr;  // [kBlockQ]: the keys that each row sees, counted from the
   std::int32_t* key_end = nullptr;    // [kBlockQ]  key block's first and clipped to it
@@ -108,6 +116,11 @@ struct QueryBlock {
   std::int64_t rows = 0;  // that exist
   bool finite = true;     // all of Q and dO
 
+  // dS of the strip's keys by query: [kStripKeys][kBlockQ / kElements].
+  FLASHATTN_INLINE const float* ds_of_strip(std::int64_t strip) const {
+    return Unit::kElements == 1 ? ds + strip * kBlockQ : ds_units;
+  }
+
   static FLASHATTN_INLINE QueryBlock carve(const BackwardShape<Unit>& shape, Carver& carver) {
     constexpr std::int64_t elements = Unit::kElements;
     const std::int64_t widest =
@@ -115,16 +128,17 @@ struct QueryBlock {
     QueryBlock block;
     block.q_columns = carver.floats(shape.head_packed * kBlockQ);
     block.dout_columns = carver.floats(shape.value_packed * kBlockQ);
+    block.out_columns = carver.floats(shape.value_packed * kBlockQ);
     block.q_rows = carver.floats(kBlockQ / elements * shape.head_lanes);
     block.dout_rows = carver.floats(kBlockQ / elements * shape.value_lanes);
     block.lse = carver.floats(kBlockQ);
     block.delta = carver.floats(kBlockQ);
     block.dq = carver.floats(kBlockQ * shape.head_lanes);
-    block.p = carver.floats(kTileRows * kBlockQ);
+    block.p = carver.floats(kStripKeys * kBlockQ);
     block.ds = carver.floats(kBlockK / elements * kBlockQ);
-    // float32 reads the weights and gradients where they were computed: see score_tile.
-    block.p_units = elements == 1 ? block.p : carver.floats(kTileRows * kBlockQ / elements);
-    block.ds_units = elements == 1 ? nullptr : carver.floats(kTileRows * kBlockQ / elements);
+    // With one element per unit the forms are the same.
+    block.p_units = elements == 1 ? block.p : carver.floats(kStripKeys * kBlockQ / elements);
+    block.ds_units = elements == 1 ? nullptr : carver.floats(kStripKeys * kBlockQ / elements);
     block.key_begin = static_cast<std::int32_t*>(carver.bytes(kBlockQ * 4));
     block.key_end = static_cast<std::int32_t*>(carver.bytes(kBlockQ * 4));
     block.staging = carver.floats(kBlockQ * widest);

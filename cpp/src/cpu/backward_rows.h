@@ -8,27 +8,38 @@
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
-// Packs rows [begin, end) along the contraction into to[..][packed] and across it into
-// lanes_to[..][lanes] (the same buffer for one element per unit). Returns whether all are finite.
+// Whether none of `count` units (a multiple of 4 kLanes) holds an infinity or a NaN. Adding 0 * x
+// finds them; four sums hide the latency of the additions.
 template <class Unit>
-FLASHATTN_INLINE bool pack_both_ways(const Rows& rows, std::int64_t begin, std::int64_t end,
-                                     std::int64_t valid_end, std::int64_t dim, float* to,
-                                     std::int64_t packed, float* lanes_to, std::int64_t lanes) {
-  const std::int64_t count = end - begin;
-  bool finite = true;
-  if constexpr (Unit::kElements == 1) {
-    pack_rows_float32(rows, begin, end, valid_end, dim, to, packed);
-    for (std::int64_t r = 0; r < count; ++r) finite &= all_finite(to + r * packed, packed);
-  } else {
-    pack_rows_bf16(rows, begin, end, valid_end, dim, to, packed);
-    for (std::int64_t r = 0; r < count; r += 2) {
-      const auto* even = reinterpret_cast<const std::uint16_t*>(to + r * packed);
-      const std::uint16_t* odd = even + 2 * packed;
-      interleave_rows16(even, odd, lanes, lanes_to + r / 2 * lanes);
-      finite &= all_finite_bf16(even, 4 * packed);
+FLASHATTN_INLINE bool units_are_finite(const float* units, std::int64_t count) {
+  Vec sums[4] = {};
+  for (std::int64_t i = 0; i < count; i += 4 * kLanes) {
+    FLASHATTN_UNROLL for (int n = 0; n < 4; ++n) {
+      const Vec x = load(units + i + n * kLanes);
+      sums[n] += x * 0.0F;
+      // A pair read as a float32 has the exponent of its high half; shifted up, of its low half.
+      if constexpr (Unit::kElements == 2) sums[n] += vec_of_bits(bits_of(x) << 16) * 0.0F;
     }
   }
-  return finite;
+  return !any((sums[0] + sums[1]) + (sums[2] + sums[3]) != Vec{});
+}
+
+// Packs kBlockQ rows from `begin` on along the contraction, to[kBlockQ][packed], and across it,
+// lanes_to[kBlockQ / kElements][lanes] (the same buffer for one element per unit).
+template <class Unit>
+FLASHATTN_INLINE void pack_both_ways(const Rows& rows, std::int64_t begin, std::int64_t valid_end,
+                                     std::int64_t dim, float* to, std::int64_t packed,
+                                     float* lanes_to, std::int64_t lanes) {
+  static_assert(kBlockQ == kBlockK);
+  if constexpr (Unit::kElements == 1) {
+    pack_rows_float32(rows, begin, begin + kBlockQ, valid_end, dim, to, packed);
+  } else {
+    pack_rows_bf16(rows, begin, begin + kBlockQ, valid_end, dim, to, packed);
+    for (std::int64_t r = 0; r < kBlockQ; r += 2) {
+      const auto* even = reinterpret_cast<const std::uint16_t*>(to + r * packed);
+      interleave_rows16(even, even + 2 * packed, lanes, lanes_to + r / 2 * lanes);
+    }
+  }
 }
 
 // K and V of keys [keys.begin, keys.end), whole blocks; rows past seqlen_k become zeros.
@@ -41,10 +52,11 @@ static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::in
   const Rows k = rows_of(job.key, job.dtype, batch, kv_head);
   const Rows v = rows_of(job.value, job.dtype, batch, kv_head);
   for (std::int64_t key = keys.begin; key < keys.end; key += kBlockK) {
-    packed.finite[key / kBlockK] = pack_both_ways<Unit>(
-        k, key, key + kBlockK, job.seqlen_k, job.head_dim, packed.keys + key * shape.head_packed,
-        shape.head_packed, packed.key_lanes + key / Unit::kElements * shape.head_lanes,
-        shape.head_lanes);
+    float* along = packed.keys + key * shape.head_packed;
+    pack_both_ways<Unit>(k, key, job.seqlen_k, job.head_dim, along, shape.head_packed,
+                         packed.key_lanes + key / Unit::kElements * shape.head_lanes,
+                         shape.head_lanes);
+    packed.finite[key / kBlockK] = units_are_finite<Unit>(along, kBlockK * shape.head_packed);
     float* values = packed.values + key * shape.value_packed;
     if constexpr (Unit::kElements == 1) {
       pack_rows_float32(v, key, key + kBlockK, job.seqlen_k, job.value_dim, values,
@@ -56,53 +68,47 @@ static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::in
   }
 }
 
-FLASHATTN_INLINE float sum_of_lanes(Vec x) {
-  float sum = 0.0F;
-  for (int i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
-}
-
-// delta = rowsum(dO * O) - dlse of one row. dout: float32, padded with zeros to `lanes`.
-FLASHATTN_INLINE float delta_of_row(const float* dout, const Rows& out, std::int64_t row,
-                                    std::int64_t value_dim, std::int64_t lanes, float* staging) {
-  read_row(out, row, value_dim, staging);
-  zero_units(staging + value_dim, lanes - value_dim);
-  Vec sum{};
-  for (std::int64_t d = 0; d < lanes; d += kLanes) sum += load(dout + d) * load(staging + d);
-  return sum_of_lanes(sum);
-}
-
 FLASHATTN_INLINE const float* scalar_of(const RowScalars& table, std::int64_t batch,
                                         std::int64_t head, std::int64_t row) {
   return table.data + batch * table.batch_stride + head * table.head_stride +
          row * table.row_stride;
 }
 
-// The rows' logsumexp and delta. dO must be packed already.
+// lse, and delta = rowsum(dO * O) - dlse. The row sum takes its products in the order in which
+// dP = dO V^T takes them: where one weight is 1 and O is that row of V, dP - delta is exactly 0.
 template <class Unit>
 static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>& shape,
-                             std::int64_t batch, std::int64_t head, QueryBlock<Unit>& block) {
-  const Rows out = rows_of(job.out, job.dtype, batch, head);
-  const Rows dout = rows_of(job.dout, job.dtype, batch, head);
+                             std::int64_t batch, std::int64_t head, const QueryBlock<Unit>& block) {
+  for (std::int64_t i = 0; i < kBlockQ; i += kLanes) {
+    Vec sum{};
+    for (std::int64_t u = 0; u < shape.value_units; ++u) {
+      sum = Unit::multiply_add(sum, load(block.out_columns + u * kBlockQ + i),
+                               load(block.dout_columns + u * kBlockQ + i));
+    }
+    store(block.delta + i, sum);
+  }
   for (std::int64_t i = 0; i < kBlockQ; ++i) {
     block.lse[i] = kInfinity;
-    block.delta[i] = 0.0F;
     if (i >= block.rows) continue;
-    const std::int64_t row = block.first_row + i;
-    const float lse = *scalar_of(job.lse, batch, head, row);
+    const float lse = *scalar_of(job.lse, batch, head, block.first_row + i);
     // exp(s - inf) is 0 for every finite s; with -inf a row without weights would give NaN.
     if (lse != -kInfinity) block.lse[i] = lse;
-    const float* dout_row = block.dout_rows + i * shape.value_lanes;
-    if constexpr (Unit::kElements != 1) {
-      float* widened = block.staging + shape.value_lanes;
-      read_row(dout, row, job.value_dim, widened);
-      zero_units(widened + job.value_dim, shape.value_lanes - job.value_dim);
-      dout_row = widened;
-    }
-    block.delta[i] =
-        delta_of_row(dout_row, out, row, job.value_dim, shape.value_lanes, block.staging);
-    if (job.dlse.data != nullptr) block.delta[i] -= *scalar_of(job.dlse, batch, head, row);
+    if (job.dlse.data == nullptr) continue;
+    block.delta[i] -= *scalar_of(job.dlse, batch, head, block.first_row + i);
   }
+}
+
+// One operand of a query block: its rows, its columns, and whether all of it is finite.
+template <class Unit>
+FLASHATTN_INLINE bool load_operand(const Rows& rows, const QueryBlock<Unit>& block,
+                                   std::int64_t valid_end, std::int64_t dim, float* rows_to,
+                                   std::int64_t lanes, float* columns_to) {
+  const std::int64_t packed = round_up(units_of<Unit>(dim), kLanes);
+  float* along = Unit::kElements == 1 ? rows_to : block.staging;
+  pack_both_ways<Unit>(rows, block.first_row, valid_end, dim, along, packed, rows_to, lanes);
+  transpose_units(reinterpret_cast<const char*>(along), packed * 4, kBlockQ, kBlockQ, packed,
+                  columns_to, kBlockQ);
+  return units_are_finite<Unit>(along, kBlockQ * packed);
 }
 
 // Reads query rows [first_row, first_row + kBlockQ) of one head; dQ starts at 0.
@@ -110,24 +116,17 @@ template <class Unit>
 static void load_query_block(const AttentionJob& job, const BackwardShape<Unit>& shape,
                              std::int64_t batch, std::int64_t head, std::int64_t first_row,
                              QueryBlock<Unit>& block) {
+  const std::int64_t rows = job.seqlen_q;
   block.first_row = first_row;
-  block.rows = job.seqlen_q - first_row < kBlockQ ? job.seqlen_q - first_row : kBlockQ;
-  const auto load_one = [&](const RowTensor& tensor, std::int64_t dim, std::int64_t units,
-                            std::int64_t packed, std::int64_t lanes, float* rows_to,
-                            float* columns_to) {
-    float* along = Unit::kElements == 1 ? rows_to : block.staging;
-    const bool finite =
-        pack_both_ways<Unit>(rows_of(tensor, job.dtype, batch, head), first_row,
-                             first_row + kBlockQ, job.seqlen_q, dim, along, packed, rows_to, lanes);
-    transpose_units(reinterpret_cast<const char*>(along), packed * 4, kBlockQ, kBlockQ,
-                    round_up(units, kLanes), columns_to, kBlockQ);
-    return finite;
-  };
-  const bool q_finite = load_one(job.query, job.head_dim, shape.head_units, shape.head_packed,
-                                 shape.head_lanes, block.q_rows, block.q_columns);
-  const bool dout_finite = load_one(job.dout, job.value_dim, shape.value_units, shape.value_packed,
-                                    shape.value_lanes, block.dout_rows, block.dout_columns);
+  block.rows = rows - first_row < kBlockQ ? rows - first_row : kBlockQ;
+  const bool q_finite = load_operand(rows_of(job.query, job.dtype, batch, head), block, rows,
+                                     job.head_dim, block.q_rows, shape.head_lanes, block.q_columns);
+  const bool dout_finite =
+      load_operand(rows_of(job.dout, job.dtype, batch, head), block, rows, job.value_dim,
+                   block.dout_rows, shape.value_lanes, block.dout_columns);
   block.finite = q_finite && dout_finite;
+  transpose_rows<Unit>(rows_of(job.out, job.dtype, batch, head), first_row, rows, kBlockQ,
+                       job.value_dim, block.out_columns, block.staging);
   load_row_scalars(job, shape, batch, head, block);
   zero_units(block.dq, kBlockQ * shape.head_lanes);
 }
@@ -149,31 +148,39 @@ static void write_dq(const AttentionJob& job, const BackwardShape<Unit>& shape, 
   }
 }
 
-// One row of dk or dv: the sums that cover key block `block`, added in their order from `offset`
-// floats into each, times the scale.
-static inline void write_summed_row(const BackwardSums& sums, Interval block, std::int64_t offset,
-                                    float scale, std::int64_t dim, const Rows& to,
-                                    std::int64_t row) {
-  constexpr std::int64_t kPiece = 256;
-  alignas(64) float piece[kPiece];
-  const char* base = reinterpret_cast<const char*>(sums.first);
-  for (std::int64_t first = 0; first < dim; first += kPiece) {
-    const std::int64_t columns = dim - first < kPiece ? dim - first : kPiece;
-    const std::int64_t lanes = round_up(columns, kLanes);
-    zero_units(piece, lanes);
-    for (std::int64_t i = 0; i < sums.count; ++i) {
-      const Interval covered = sums.covers[i];
-      if (covered.begin >= block.end || covered.end <= block.begin) continue;
-      const float* from =
-          reinterpret_cast<const float*>(base + i * sums.stride_bytes) + offset + first;
-      for (std::int64_t d = 0; d < lanes; d += kLanes) {
-        store(piece + d, load(piece + d) + load(from + d));
-      }
+// to[0..count) = scale times the sum of [offset, offset + count) of the sums that touched key block
+// `block`, in their order. touched: bytes from a sum's start to its flags.
+static inline void add_sums(const BackwardSums& sums, std::int64_t touched, std::int64_t block,
+                            std::int64_t offset, std::int64_t count, float scale, float* to) {
+  const char* sum = static_cast<const char*>(sums.first);
+  bool empty = true;
+  for (std::int64_t i = 0; i < sums.count; ++i, sum += sums.stride_bytes) {
+    if (sum[touched + block] == 0) continue;
+    const float* from = reinterpret_cast<const float*>(sum) + offset;
+    if (empty) {
+      for (std::int64_t d = 0; d < count; d += kLanes) store(to + d, load(from + d));
+    } else {
+      for (std::int64_t d = 0; d < count; d += kLanes) store(to + d, load(to + d) + load(from + d));
     }
-    scale_row(piece, lanes, scale);
-    Rows columns_of = to;
-    columns_of.base += first * to.dim_bytes;
-    write_row(piece, columns, columns_of, row);
+    empty = false;
+  }
+  if (empty) zero_units(to, count);
+  scale_row(to, count, scale);
+}
+
+// One of dk and dv, over the keys [keys.begin, keys.end) of one block; it starts `offset` floats
+// into each sum.
+static inline void write_summed_rows(const BackwardSums& sums, std::int64_t touched, Interval keys,
+                                     std::int64_t offset, std::int64_t lanes, float scale,
+                                     std::int64_t dim, const Rows& to) {
+  constexpr std::int64_t kPieceFloats = 2048;  // long runs of each sum, and all of them in cache
+  alignas(64) float piece[kPieceFloats];
+  const std::int64_t rows_at_once = kPieceFloats / lanes;
+  for (std::int64_t key = keys.begin; key < keys.end; key += rows_at_once) {
+    const std::int64_t left = keys.end - key;
+    const std::int64_t rows = left < rows_at_once ? left : rows_at_once;
+    add_sums(sums, touched, key / kBlockK, offset + key * lanes, rows * lanes, scale, piece);
+    for (std::int64_t r = 0; r < rows; ++r) write_row(piece + r * lanes, dim, to, key + r);
   }
 }
 
@@ -182,17 +189,14 @@ template <class Unit>
 static void write_key_blocks(const AttentionJob& job, const BackwardSums& sums, Interval keys) {
   const auto shape = BackwardShape<Unit>::of(job);
   const std::int64_t dv_offset = shape.keys * shape.head_lanes;
+  const std::int64_t touched = (dv_offset + shape.keys * shape.value_lanes) * 4;
   const Rows dk = rows_of(job.dk, job.dtype, sums.batch, sums.kv_head);
   const Rows dv = rows_of(job.dv, job.dtype, sums.batch, sums.kv_head);
-  for (std::int64_t key = keys.begin; key < keys.end; ++key) {
-    const std::int64_t begin = key / kBlockK * kBlockK;
-    const Interval block{begin, begin + kBlockK};
-    if (job.dk.data != nullptr) {
-      write_summed_row(sums, block, key * shape.head_lanes, job.scale, job.head_dim, dk, key);
-    }
-    if (job.dv.data == nullptr) continue;
-    write_summed_row(sums, block, dv_offset + key * shape.value_lanes, 1.0F, job.value_dim, dv,
-                     key);
+  for (std::int64_t key = keys.begin; key < keys.end; key += kBlockK) {
+    const std::int64_t end = key + kBlockK < keys.end ? key + kBlockK : keys.end;
+    write_summed_rows(sums, touched, {key, end}, 0, shape.head_lanes, job.scale, job.head_dim, dk);
+    write_summed_rows(sums, touched, {key, end}, dv_offset, shape.value_lanes, 1.0F, job.value_dim,
+                      dv);
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <vector>
 
 #include "cpu/scratch.h"
 
@@ -10,17 +9,18 @@ namespace flashattn::cpu {
 namespace {
 
 // Blocks of a subset when there are enough of them, and the most subsets. More subsets feed more
-// threads and shorten the float32 sums; each one costs sums of its own (guess: eight keep the
-// memory at 16384 keys of 64 + 64 columns below 80 MB).
-constexpr std::int64_t kBlocksPerSubset = 4;
+// threads and shorten the float32 sums; each one costs sums of its own, which are added in the end.
+constexpr std::int64_t kBlocksPerSubset = 8;
 constexpr std::int64_t kMaxSubsets = 8;
 
 // Keys per index of the packing and summing loops.
 constexpr std::int64_t kKeyChunk = 256;
 
-// What the buffers of the (batch, kv head) pairs that are worked on together may take, unless that
-// would leave threads idle.
-constexpr std::int64_t kWaveBytes = std::int64_t{32} << 20;
+// What the buffers of the (batch, kv head) pairs that are worked on together should take, so that
+// they stay in the last-level cache, and the tasks per thread that keep the threads busy all the
+// same.
+constexpr std::int64_t kWaveBytes = std::int64_t{8} << 20;
+constexpr std::int64_t kTasksPerThread = 4;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -43,43 +43,21 @@ void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, Th
     const std::int64_t next = std::min(index + threads, heads - 1);
     const QueryBlocks blocks = query_subset(job.visibility[batch], 0, 1);
     const Interval keys = keys_of_blocks(job.visibility[batch], blocks);
-    auto* sums = reinterpret_cast<float*>(memory + sizes.packed);
+    std::byte* sums = memory + sizes.packed;
     kernels.pack_keys(job, batch, kv_head, whole_blocks(keys), memory);
     kernels.accumulate(job, {.batch = batch,
                              .kv_head = kv_head,
                              .blocks = blocks,
-                             .keys = keys,
                              .packed = memory,
                              .sums = sums,
                              .scratch = memory + sizes.packed + sizes.sums,
                              .next_batch = next / job.kv_heads,
                              .next_kv_head = next % job.kv_heads});
-    kernels.write_key_gradients(job,
-                                {.batch = batch,
-                                 .kv_head = kv_head,
-                                 .first = sums,
-                                 .stride_bytes = sizes.sums,
-                                 .covers = &keys,
-                                 .count = 1},
-                                {0, job.seqlen_k});
+    kernels.write_key_gradients(
+        job,
+        {.batch = batch, .kv_head = kv_head, .first = sums, .stride_bytes = sizes.sums, .count = 1},
+        {0, job.seqlen_k});
   });
-}
-
-// What one subset of one batch entry works on; the same for all of its heads.
-struct Subset {
-  QueryBlocks blocks;
-  Interval keys;
-};
-
-std::vector<Subset> divide(const AttentionJob& job, std::int64_t subsets) {
-  std::vector<Subset> result;
-  for (std::int64_t batch = 0; batch < job.batch; ++batch) {
-    for (std::int64_t index = 0; index < subsets; ++index) {
-      const QueryBlocks blocks = query_subset(job.visibility[batch], index, subsets);
-      result.push_back({blocks, keys_of_blocks(job.visibility[batch], blocks)});
-    }
-  }
-  return result;
 }
 
 // Waves of heads. In each: pack the keys and values, run the subsets, add their sums.
@@ -92,10 +70,7 @@ class SplitRun {
         sizes_(kernels.sizes(job)),
         subsets_(query_subsets(job.seqlen_q)),
         chunks_(ceil_div(job.seqlen_k, kKeyChunk)),
-        head_bytes_(sizes_.packed + subsets_ * sizes_.sums),
-        division_(divide(job, subsets_)) {
-    for (const Subset& subset : division_) covers_.push_back(subset.keys);
-  }
+        head_bytes_(sizes_.packed + subsets_ * sizes_.sums) {}
 
   void run() {
     const std::int64_t heads = job_.batch * job_.kv_heads;
@@ -120,7 +95,8 @@ class SplitRun {
  private:
   std::int64_t heads_per_wave() const {
     const std::int64_t fitting = kWaveBytes / std::max<std::int64_t>(head_bytes_, 1);
-    const std::int64_t feeding = ceil_div(pool_.threads(), subsets_);
+    const std::int64_t threads = pool_.threads();
+    const std::int64_t feeding = threads == 1 ? 1 : ceil_div(kTasksPerThread * threads, subsets_);
     return std::clamp<std::int64_t>(std::max(fitting, feeding), 1, job_.batch * job_.kv_heads);
   }
 
@@ -144,17 +120,15 @@ class SplitRun {
 
   void accumulate(std::int64_t head, std::int64_t index, std::byte* memory) const {
     const std::int64_t batch = head / job_.kv_heads;
-    const Subset& subset = division_[static_cast<std::size_t>(batch * subsets_ + index)];
-    kernels_.accumulate(
-        job_, {.batch = batch,
-               .kv_head = head % job_.kv_heads,
-               .blocks = subset.blocks,
-               .keys = subset.keys,
-               .packed = memory,
-               .sums = reinterpret_cast<float*>(memory + sizes_.packed + index * sizes_.sums),
-               .scratch = thread_scratch(static_cast<std::size_t>(sizes_.scratch)),
-               .next_batch = batch,
-               .next_kv_head = head % job_.kv_heads});
+    kernels_.accumulate(job_, {.batch = batch,
+                               .kv_head = head % job_.kv_heads,
+                               .blocks = query_subset(job_.visibility[batch], index, subsets_),
+
+                               .packed = memory,
+                               .sums = memory + sizes_.packed + index * sizes_.sums,
+                               .scratch = thread_scratch(static_cast<std::size_t>(sizes_.scratch)),
+                               .next_batch = batch,
+                               .next_kv_head = head % job_.kv_heads});
   }
 
   void write(std::int64_t head, std::int64_t chunk, const std::byte* memory) const {
@@ -162,9 +136,9 @@ class SplitRun {
     kernels_.write_key_gradients(job_,
                                  {.batch = batch,
                                   .kv_head = head % job_.kv_heads,
-                                  .first = reinterpret_cast<const float*>(memory + sizes_.packed),
+                                  .first = memory + sizes_.packed,
                                   .stride_bytes = sizes_.sums,
-                                  .covers = covers_.data() + batch * subsets_,
+
                                   .count = subsets_},
                                  chunk_keys(chunk, job_.seqlen_k));
   }
@@ -176,8 +150,6 @@ class SplitRun {
   const std::int64_t subsets_;
   const std::int64_t chunks_;
   const std::int64_t head_bytes_;
-  const std::vector<Subset> division_;
-  std::vector<Interval> covers_;
 };
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace flashattn::cpu {
 
 // Query rows of a block: the unit in which the work is divided.
 inline constexpr std::int64_t kBackwardBlockQ = 64;
-// Keys of a block. Ranges of keys that are zeroed, visited or summed start at a multiple of it.
+// Keys of a block: ranges of keys that are packed or summed start at a multiple of it.
 inline constexpr std::int64_t kBackwardBlockK = 64;
 
 // Sizes in bytes of the buffers that the schedule hands to the kernels, each a multiple of 64.
@@ -36,24 +36,20 @@ struct BackwardTask {
   std::int64_t batch = 0;
   std::int64_t kv_head = 0;
   QueryBlocks blocks;
-  Interval keys;                 // what the blocks see; the sums outside of it are not written
-  const void* packed = nullptr;  // filled by pack_keys, at least over `keys`
-  float* sums = nullptr;
-  void* scratch = nullptr;  // 64-byte aligned
-  // The (batch, kv head) whose rows are likely to be wanted next on this core: a hint for
-  // prefetching.
+  const void* packed = nullptr;  // filled by pack_keys, at least over what the blocks see
+  void* sums = nullptr;
+  void* scratch = nullptr;  // all three 64-byte aligned
+  // The (batch, kv head) whose task likely follows on this core, to fetch its rows ahead.
   std::int64_t next_batch = 0;
   std::int64_t next_kv_head = 0;
 };
 
-// The sums of one (batch, kv head): `count` of them, `stride_bytes` apart, covers[i] being the keys
-// that sum i holds.
+// The sums of one (batch, kv head): `count` of them, `stride_bytes` apart.
 struct BackwardSums {
   std::int64_t batch = 0;
   std::int64_t kv_head = 0;
-  const float* first = nullptr;
+  const void* first = nullptr;
   std::int64_t stride_bytes = 0;
-  const Interval* covers = nullptr;
   std::int64_t count = 0;
 };
 
@@ -62,10 +58,10 @@ struct BackwardKernels {
   // Copies keys and values of `keys` (whole blocks) into the form that the products read.
   void (*pack_keys)(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
                     Interval keys, void* packed);
-  // Writes dq of the task's rows, and its sums over task.keys.
+  // Writes dq of the task's rows, and its sums of dK and dV.
   void (*accumulate)(const AttentionJob& job, const BackwardTask& task);
-  // Adds the sums in ascending order and writes dk and dv of `keys`; keys that no sum covers get
-  // zero.
+  // Adds the sums in ascending order and writes dk and dv of `keys`, which begin with a whole
+  // block.
   void (*write_key_gradients)(const AttentionJob& job, const BackwardSums& sums, Interval keys);
 };
 

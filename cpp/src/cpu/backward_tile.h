@@ -1,5 +1,5 @@
 // One tile of kTileRows keys against the query lanes of a block: its weights P and score gradients
-// dS. Relies on the tile kernel and exp2; the sums over queries and keys are backward_block.h's.
+// dS. Relies on the tile kernel and exp2; the sums over queries and keys are backward_product.h's.
 #pragma once
 
 #include "cpu/backward_layout.h"
@@ -38,13 +38,15 @@ FLASHATTN_INLINE Vec weight(Vec s, Vec scale, Vec lse) {
   return exp2<Unit::kExpDegree>(x);
 }
 
-// Where the four keys of a tile and the lanes of its first vector are in the block's buffers.
+// Where a tile lies: its keys, counted from the strip's and from the block's first (multiples of
+// kTileRows), and its first lane (a multiple of kLanes).
 struct TilePlace {
-  std::int64_t key = 0;   // from the key block's first, a multiple of kTileRows
-  std::int64_t lane = 0;  // from the query block's first, a multiple of kLanes
+  std::int64_t strip_key = 0;
+  std::int64_t key = 0;
+  std::int64_t lane = 0;
 };
 
-// What the row lane sees of the key: key_begin <= key < key_end, per lane of vector n.
+// Whether the lanes of vector n see key `row` of the tile: key_begin <= key < key_end.
 template <class Unit>
 FLASHATTN_INLINE VecI visible(const QueryBlock<Unit>& block, TilePlace at, int row, int n) {
   const VecI key = broadcast(static_cast<std::int32_t>(at.key) + row);
@@ -53,57 +55,28 @@ FLASHATTN_INLINE VecI visible(const QueryBlock<Unit>& block, TilePlace at, int r
          (key < bits_of(load(block.key_end + lane)));
 }
 
-// P and dS of a tile into the forms that the three remaining products read.
+// x as bf16 into to[strip_key + m][lane ..] of a strip's [kStripKeys][kBlockQ] bf16 matrix.
 template <class Unit, int vecs>
-FLASHATTN_INLINE void store_weights(const QueryBlock<Unit>& block, TilePlace at,
-                                    const Vec (&p)[kTileRows][vecs]) {
-  store_tile(block.p + at.lane, kBlockQ, p);
+FLASHATTN_INLINE void store_by_query(float* to, TilePlace at, const Vec (&x)[kTileRows][vecs]) {
 #if defined(FLASHATTN_HAS_BF16_DOT)
-  if constexpr (Unit::kElements == 2) {
-    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
-      FLASHATTN_UNROLL for (int n = 0; n < vecs; n += 2) {
-        store(block.p_units + (m * kBlockQ + at.lane + n * kLanes) / 2,
-              concat_bf16(p[m][n], p[m][n + 1]));
-      }
+  FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
+    FLASHATTN_UNROLL for (int n = 0; n < vecs; n += 2) {
+      store(to + ((at.strip_key + m) * kBlockQ + at.lane + n * kLanes) / 2,
+            concat_bf16(x[m][n], x[m][n + 1]));
     }
   }
 #endif
 }
 
-template <class Unit, int vecs>
-FLASHATTN_INLINE void store_score_gradients(const QueryBlock<Unit>& block, TilePlace at,
-                                            const Vec (&ds)[kTileRows][vecs]) {
-  if constexpr (Unit::kElements == 1) {
-    store_tile(block.ds + at.key * kBlockQ + at.lane, kBlockQ, ds);
-  }
-#if defined(FLASHATTN_HAS_BF16_DOT)
-  if constexpr (Unit::kElements == 2) {
-    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
-      FLASHATTN_UNROLL for (int n = 0; n < vecs; n += 2) {
-        store(block.ds_units + (m * kBlockQ + at.lane + n * kLanes) / 2,
-              concat_bf16(ds[m][n], ds[m][n + 1]));
-      }
-    }
-    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; m += 2) {
-      FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
-        store(block.ds + (at.key + m) / 2 * kBlockQ + at.lane + n * kLanes,
-              interleave_bf16(ds[m][n], ds[m + 1][n]));
-      }
-    }
-  }
-#endif
-}
-
-// S^T = K Q^T, P = exp(S - lse), dP^T = V dO^T, dS = P (dP - delta), for vecs vectors of lanes.
-// masked: both are 0, whatever they were, where the row may not see the key.
+// S^T = K Q^T and P = exp(scale S - lse) for vecs vectors of lanes. masked: P is 0, whatever it
+// was, where the row may not see the key.
 template <class Unit, bool masked, int vecs>
-FLASHATTN_INLINE void score_tile(const BackwardShape<Unit>& shape, const float* keys,
-                                 const float* values, float scale, const QueryBlock<Unit>& block,
-                                 TilePlace at) {
+FLASHATTN_INLINE void weight_tile(const BackwardShape<Unit>& shape, const float* keys, float scale,
+                                  const QueryBlock<Unit>& block, TilePlace at) {
   Vec acc[kTileRows][vecs];
   zero_tile(acc);
-  multiply<Unit>(shape.head_units, keys, shape.head_packed, 1, block.q_columns + at.lane, kBlockQ,
-                 acc);
+  multiply<Unit>(shape.head_units, keys + at.key * shape.head_packed, shape.head_packed, 1,
+                 block.q_columns + at.lane, kBlockQ, acc);
   FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
     const Vec lse = load(block.lse + at.lane + n * kLanes);
     FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
@@ -111,39 +84,98 @@ FLASHATTN_INLINE void score_tile(const BackwardShape<Unit>& shape, const float* 
       acc[m][n] = masked ? select(visible(block, at, m, n), p, Vec{}) : p;
     }
   }
-  store_weights<Unit>(block, at, acc);
+  store_tile(block.p + at.strip_key * kBlockQ + at.lane, kBlockQ, acc);
+  if constexpr (Unit::kElements == 2) store_by_query<Unit>(block.p_units, at, acc);
+}
+
+// dP^T = V dO^T and dS = P (dP - delta), likewise.
+template <class Unit, bool masked, int vecs>
+FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, const float* values,
+                                          const QueryBlock<Unit>& block, TilePlace at) {
+  Vec acc[kTileRows][vecs];
   zero_tile(acc);
-  multiply<Unit>(shape.value_units, values, shape.value_packed, 1, block.dout_columns + at.lane,
-                 kBlockQ, acc);
+  multiply<Unit>(shape.value_units, values + at.key * shape.value_packed, shape.value_packed, 1,
+                 block.dout_columns + at.lane, kBlockQ, acc);
   FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
     const Vec delta = load(block.delta + at.lane + n * kLanes);
     FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
-      const Vec p = load(block.p + m * kBlockQ + at.lane + n * kLanes);
+      const Vec p = load(block.p + (at.strip_key + m) * kBlockQ + at.lane + n * kLanes);
       const Vec ds = p * (acc[m][n] - delta);
       acc[m][n] = masked ? select(visible(block, at, m, n), ds, Vec{}) : ds;
     }
   }
-  store_score_gradients<Unit>(block, at, acc);
+  if constexpr (Unit::kElements == 1) {
+    store_tile(block.ds + at.key * kBlockQ + at.lane, kBlockQ, acc);
+  } else {
+    store_by_query<Unit>(block.ds_units, at, acc);
+#if defined(FLASHATTN_HAS_BF16_DOT)
+    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; m += 2) {
+      FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
+        store(block.ds + (at.key + m) / 2 * kBlockQ + at.lane + n * kLanes,
+              interleave_bf16(acc[m][n], acc[m + 1][n]));
+      }
+    }
+#endif
+  }
 }
 
-// The same for the lanes of vectors [first, last), multiples of Unit::kElements.
+// Vectors of the register tile that starts where `left` vectors remain.
 template <class Unit, bool masked>
-FLASHATTN_INLINE void score_tiles(const BackwardShape<Unit>& shape, const float* keys,
-                                  const float* values, float scale, const QueryBlock<Unit>& block,
-                                  std::int64_t key, std::int64_t first, std::int64_t last) {
+FLASHATTN_INLINE int tile_vecs(std::int64_t left) {
+  if (!masked || left >= kTileVecs) return kTileVecs;
+  return Unit::kElements == 2 ? 2 : static_cast<int>(left);
+}
+
+// P of a tile's keys over the lanes of vectors [first, last), multiples of Unit::kElements.
+template <class Unit, bool masked>
+FLASHATTN_INLINE void weight_tiles(const BackwardShape<Unit>& shape, const float* keys, float scale,
+                                   const QueryBlock<Unit>& block, TilePlace at, std::int64_t first,
+                                   std::int64_t last) {
   for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
-    const TilePlace at{.key = key, .lane = vec * kLanes};
-    const std::int64_t left = last - vec;
-    if (!masked || left >= kTileVecs) {
-      score_tile<Unit, masked, kTileVecs>(shape, keys, values, scale, block, at);
-    } else if constexpr (Unit::kElements == 2) {
-      score_tile<Unit, masked, 2>(shape, keys, values, scale, block, at);
-    } else if (kTileVecs > 3 && left == 3) {
-      score_tile<Unit, masked, 3>(shape, keys, values, scale, block, at);
-    } else if (kTileVecs > 2 && left == 2) {
-      score_tile<Unit, masked, 2>(shape, keys, values, scale, block, at);
-    } else {
-      score_tile<Unit, masked, 1>(shape, keys, values, scale, block, at);
+    at.lane = vec * kLanes;
+    switch (tile_vecs<Unit, masked>(last - vec)) {
+      case kTileVecs:
+        weight_tile<Unit, masked, kTileVecs>(shape, keys, scale, block, at);
+        break;
+      case kTileVecs == 4 ? 3:
+        -3 : if constexpr (masked && Unit::kElements == 1) {
+          weight_tile<Unit, masked, 3>(shape, keys, scale, block, at);
+        }
+        break;
+      case kTileVecs == 4 ? 2:
+        -2 : if constexpr (masked) weight_tile<Unit, masked, 2>(shape, keys, scale, block, at);
+        break;
+      default:
+        if constexpr (masked && Unit::kElements == 1) {
+          weight_tile<Unit, masked, 1>(shape, keys, scale, block, at);
+        }
+    }
+  }
+}
+
+// dS likewise.
+template <class Unit, bool masked>
+FLASHATTN_INLINE void score_gradient_tiles(const BackwardShape<Unit>& shape, const float* values,
+                                           const QueryBlock<Unit>& block, TilePlace at,
+                                           std::int64_t first, std::int64_t last) {
+  for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
+    at.lane = vec * kLanes;
+    switch (tile_vecs<Unit, masked>(last - vec)) {
+      case kTileVecs:
+        score_gradient_tile<Unit, masked, kTileVecs>(shape, values, block, at);
+        break;
+      case kTileVecs == 4 ? 3:
+        -3 : if constexpr (masked && Unit::kElements == 1) {
+          score_gradient_tile<Unit, masked, 3>(shape, values, block, at);
+        }
+        break;
+      case kTileVecs == 4 ? 2:
+        -2 : if constexpr (masked) score_gradient_tile<Unit, masked, 2>(shape, values, block, at);
+        break;
+      default:
+        if constexpr (masked && Unit::kElements == 1) {
+          score_gradient_tile<Unit, masked, 1>(shape, values, block, at);
+        }
     }
   }
 }

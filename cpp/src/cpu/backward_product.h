@@ -1,0 +1,93 @@
+// The three products of the backward pass that add to sums in memory: dV += P^T dO, dK += dS^T Q
+// and dQ += dS K. Relies on the tile kernel; the weights and score gradients are backward_tile.h's.
+#pragma once
+
+#include "cpu/backward_tile.h"
+
+namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
+
+// Tiles of a product at most: kBlockQ rows of dQ.
+constexpr std::int64_t kMaxTiles = kBlockQ / kTileRows;
+
+// C[kTileRows t + m][0..lanes) += sum over the elements e of ranges[t] of A(t, m, e)
+// B[e][0..lanes), for the tiles t of [0, tiles). Both ends of a range are rounded outwards to whole
+// units, where A must be 0. Strides in units.
+struct Product {
+  const float* A = nullptr;
+  std::ptrdiff_t a_tile = 0;
+  std::ptrdiff_t a_row = 0;
+  std::ptrdiff_t a_depth = 0;
+  const float* B = nullptr;
+  float* C = nullptr;
+  std::int64_t lanes = 0;  // of a row of B and of C
+  const Interval* ranges = nullptr;
+  std::int64_t tiles = 0;
+};
+
+// The vecs vectors of columns from d on. The tiles come innermost: what they share of B, kBlockQ or
+// kBlockK rows of vecs vectors, stays in the first-level cache.
+template <class Unit, int vecs>
+FLASHATTN_INLINE void add_columns(const Product& product, std::int64_t d) {
+  for (std::int64_t t = 0; t < product.tiles; ++t) {
+    const Interval range = product.ranges[t];
+    if (range.begin >= range.end) continue;
+    const std::int64_t first = range.begin / Unit::kElements;
+    const std::int64_t depth = units_of<Unit>(range.end) - first;
+    float* C = product.C + t * kTileRows * product.lanes + d;
+    Vec acc[kTileRows][vecs];
+    load_tile(C, product.lanes, acc);
+    multiply<Unit>(depth, product.A + t * product.a_tile + first * product.a_depth, product.a_row,
+                   product.a_depth, product.B + first * product.lanes + d, product.lanes, acc);
+    store_tile(C, product.lanes, acc);
+  }
+}
+
+template <class Unit>
+FLASHATTN_NOINLINE void add_product(const Product& product) {
+  std::int64_t d = 0;
+  for (std::int64_t left = product.lanes / kLanes; left > 0;) {
+    // Five vectors are 3 + 2: a tile of one is bound by the latency of its additions.
+    int vecs = left < kTileVecs ? static_cast<int>(left) : kTileVecs;
+    if (kTileVecs == 4 && left == 5) vecs = 3;
+    switch (vecs) {
+      case kTileVecs:
+        add_columns<Unit, kTileVecs>(product, d);
+        break;
+      case kTileVecs == 4 ? 3:
+        -3 : add_columns<Unit, 3>(product, d);
+        break;
+      case kTileVecs == 4 ? 2:
+        -2 : add_columns<Unit, 2>(product, d);
+        break;
+      default:
+        add_columns<Unit, 1>(product, d);
+    }
+    d += vecs * kLanes;
+    left -= vecs;
+  }
+}
+
+// One row alone: C[0..lanes) += sum over the elements e of `range` of A[e] B[e][0..lanes), and no
+// other element of B is touched by an operation. A unit that straddles an end of the range enters
+// with its other element cleared in B. The sums are those of add_product, bit for bit.
+template <class Unit>
+FLASHATTN_NOINLINE void add_row_product(Interval range, const float* A, std::ptrdiff_t a_depth,
+                                        const float* B, float* C, std::int64_t lanes) {
+  if (range.begin >= range.end) return;
+  const std::int64_t first = range.begin / Unit::kElements;
+  const std::int64_t last = units_of<Unit>(range.end);
+  for (std::int64_t d = 0; d < lanes; d += kLanes) {
+    Vec acc = load(C + d);
+    for (std::int64_t u = first; u < last; ++u) {
+      VecI b = bits_of(load(B + u * lanes + d));
+      if constexpr (Unit::kElements == 2) {
+        if (2 * u < range.begin) b &= broadcast(static_cast<std::int32_t>(0xffff0000U));
+        if (2 * u + 2 > range.end) b &= broadcast(std::int32_t{0x0000ffff});
+      }
+      acc = Unit::multiply_add(acc, broadcast(A[u * a_depth]), vec_of_bits(b));
+    }
+    store(C + d, acc);
+  }
+}
+
+}  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward
