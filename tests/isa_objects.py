@@ -1,9 +1,9 @@
 """Looks into the object of one instruction set for anything that could run on an older processor.
 
 A weak symbol (an inline function, a template of the standard library) may be the copy that the
-linker keeps for the whole program, and a global one outside of the instruction set's namespace could
-be called by anyone. CTest runs `python isa_objects.py NM NAME OBJECT` for each instruction set;
-test_isa_objects.py tests the rules themselves.
+linker keeps for the whole program, and a global one outside of the instruction set's namespace
+could be called by anyone. CTest runs `python isa_objects.py NM NAME OBJECT` for each instruction
+set; test_isa_objects.py tests the rules themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads and instruction sets of a process: environment, affinity mask, functions, many callers."""
+"""Threads and instruction sets of a process: environment, affinity, functions, many callers."""
 
 from __future__ import annotations
 
