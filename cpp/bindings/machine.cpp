@@ -4,10 +4,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "cpu/measure_peak.h"
 #include "cpu/thread_pool.h"
 #include "flashattn/backend.h"
 #include "ndarray.h"
@@ -48,6 +50,12 @@ nb::typed<nb::dict, nb::str, ByteCounts> copy_stats(bool reset) {
   return result;
 }
 
+// (bytes per second of all threads, bytes per processor second of one), reading `bytes` bytes.
+nb::typed<nb::tuple, float, float> measure_read_bandwidth(std::size_t bytes) {
+  const cpu::ReadBandwidth result = cpu::measure_read_bandwidth(bytes);
+  return nb::make_tuple(result.per_second, result.per_cpu_second);
+}
+
 #ifdef __clang__
 constexpr const char* kCompiler = "clang " __clang_version__;
 #else
@@ -66,6 +74,12 @@ void bind_machine(nb::module_& module) {
   module.def("active_isa", &cpu::active_isa, "The one that calls use.");
   module.def("set_isa", &cpu::set_isa, nb::arg("name"),
              "Makes later calls use it; \"\" is the best.");
+  module.def("measure_multiply_add_peak", &cpu::measure_multiply_add_peak,
+             "float32 operations per processor second that one thread can do at most.");
+  module.def("measure_bf16_dot_peak", &cpu::measure_bf16_dot_peak,
+             "The same for bfloat16 pair products; 0 without that instruction.");
+  module.def("measure_read_bandwidth", &measure_read_bandwidth, nb::arg("bytes"),
+             "(bytes per second of all threads, bytes per processor second of one).");
   module.def("get_num_threads", &cpu::get_num_threads, "Threads of a parallel loop.");
   module.def("set_num_threads", &cpu::set_num_threads, nb::arg("threads"),
              "Sets the threads of later calls, the calling thread included.");
