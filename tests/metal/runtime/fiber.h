@@ -34,10 +34,11 @@ class Fiber {
   static constexpr std::size_t kStackBytes = 256 * 1024;
 
   void* stack_pointer_ = nullptr;
-  char* stack_ = nullptr;              // lowest usable byte; nullptr for the OS thread's stack
-  char* mapping_ = nullptr;            // stack_ and a guard page below it
-  const void* asan_bottom_ = nullptr;  // AddressSanitizer: bounds of the OS thread's stack
-  std::size_t asan_bytes_ = 0;
+  char* stack_ = nullptr;    // lowest usable byte; nullptr for the OS thread's stack
+  char* mapping_ = nullptr;  // stack_ and a guard page below it
+  // Bounds of the OS thread's stack, for AddressSanitizer.
+  [[maybe_unused]] const void* asan_bottom_ = nullptr;
+  [[maybe_unused]] std::size_t asan_bytes_ = 0;
 };
 
 }  // namespace metal_sim
