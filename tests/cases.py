@@ -15,17 +15,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import reference
-from naive import Naive
 from numpy.typing import NDArray
 from targets import Target
 from tolerance import GRADIENT_FACTOR, assert_close
+from yardstick import GRADIENTS, forward_yardstick, gradient_yardstick
 
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-GRADIENTS = ("dq", "dk", "dv", "dmask", "dalibi_slopes", "dsinks")
 
 
 @dataclass(frozen=True)
@@ -145,17 +144,22 @@ class Problem:
         return reference.attention_backward(self.dout, *self.inputs, self.dlse, **self.options)
 
     @cached_property
-    def naive(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        return Naive(*self.inputs, **self.options).forward()
+    def yardstick(self) -> dict[str, float]:
+        return forward_yardstick(self.inputs, self.options)
 
     @cached_property
-    def naive_gradients(self) -> reference.Gradients:
-        return Naive(*self.inputs, **self.options).backward(self.dout, self.dlse)
+    def gradient_yardstick(self) -> dict[str, float]:
+        return gradient_yardstick(self.dout, self.inputs, self.dlse, self.options)
 
 
 @lru_cache(maxsize=2000)
 def build(case: Case) -> Problem:
     return Problem(case)
+
+
+def check_result(problem: Problem, out: Any, lse: Any) -> None:
+    assert_close(out, problem.oracle.out, problem.yardstick["out"])
+    assert_close(lse, problem.oracle.lse, problem.yardstick["lse"], name="lse")
 
 
 def check_forward(target: Target, case: Case) -> tuple[Any, Any] | None:
@@ -166,8 +170,7 @@ def check_forward(target: Target, case: Case) -> tuple[Any, Any] | None:
     out, lse = target.forward(*problem.inputs, **problem.options)
     assert out.dtype == problem.dtype
     assert lse.dtype == np.float32
-    assert_close(out, problem.oracle.out, problem.naive[0], name="out")
-    assert_close(lse, problem.oracle.lse, problem.naive[1], name="lse")
+    check_result(problem, out, lse)
     return out, lse
 
 
@@ -179,8 +182,8 @@ def check_gradients(problem: Problem, grads: Any) -> None:
         if expected is None:
             assert got is None, f"{name} for an input that was not given"
             continue
-        plain = getattr(problem.naive_gradients, name)
-        assert_close(got, expected, plain, factor=GRADIENT_FACTOR, name=name)
+        yardstick = problem.gradient_yardstick[name]
+        assert_close(got, expected, yardstick, factor=GRADIENT_FACTOR, name=name)
 
 
 def check_backward(target: Target, case: Case) -> Any:
@@ -194,3 +197,13 @@ def check_backward(target: Target, case: Case) -> Any:
     )
     check_gradients(problem, grads)
     return grads
+
+
+def check_arrays(target: Target, query: Any, key: Any, value: Any, **opts: Any) -> tuple[Any, Any]:
+    """Forward of given arrays (layout bshd) against the oracle; returns out and lse."""
+    exact = reference.attention(query, key, value, **opts)
+    yardstick = forward_yardstick((query, key, value), opts)
+    out, lse = target.forward(query, key, value, **opts)
+    assert_close(out, exact.out, yardstick["out"])
+    assert_close(lse, exact.lse, yardstick["lse"], name="lse")
+    return out, lse

@@ -105,15 +105,40 @@ class Naive:
         return out.transpose(0, 2, 1, 3), self.lse
 
     def backward(self, dout: ArrayLike, dlse: ArrayLike | None = None) -> reference.Gradients:
-        """Gradients by the chain rule through the ops above."""
+        """Gradients by the chain rule through the ops above: softmax's from its own output."""
         rnd = self.round
         self.forward()
-        do = np.asarray(dout).astype(np.float32).transpose(0, 2, 1, 3)
-        dl = np.zeros_like(self.lse) if dlse is None else np.asarray(dlse, np.float32)
-        dv = rnd(rnd(self.p * self.keep).swapaxes(-1, -2) @ do)
+        do, dl = self._incoming(dout, dlse)
         dp = rnd(rnd(do @ self.v.swapaxes(-1, -2)) * self.keep)
-        delta = (self.p * dp).sum(axis=-1, dtype=np.float32)
-        ds = np.where(self.visible, rnd(self.p * (dp - (delta - dl)[..., None])), np.float32(0))
+        delta = (self.p * dp).sum(axis=-1, dtype=np.float32) - dl
+        return self._gradients(self.p, dp, delta, do)
+
+    def backward_from_stored(
+        self, out: ArrayLike, lse: ArrayLike, dout: ArrayLike, dlse: ArrayLike | None = None
+    ) -> reference.Gradients:
+        """Gradients from a forward's exact results, which storing has rounded to the dtype and float32.
+
+        P = exp(S - lse) and delta = rowsum(dout * out) - dlse: an error of lse is one of the whole row.
+        """
+        rnd = self.round
+        self.forward()
+        o, stored = rnd(out), np.asarray(lse, np.float32)
+        do, dl = self._incoming(dout, dlse)
+        with np.errstate(invalid="ignore"):
+            p = rnd(np.where(self.visible, np.exp(self.s - stored[..., None]), np.float32(0)))
+        dp = rnd(rnd(do @ self.v.swapaxes(-1, -2)) * self.keep)
+        delta = (do * o.transpose(0, 2, 1, 3)).sum(axis=-1, dtype=np.float32) - dl
+        return self._gradients(p, dp, delta, do)
+
+    def _incoming(self, dout: ArrayLike, dlse: ArrayLike | None) -> tuple[Array, Array]:
+        do = np.asarray(dout).astype(np.float32).transpose(0, 2, 1, 3)
+        return do, np.zeros_like(self.lse) if dlse is None else np.asarray(dlse, np.float32)
+
+    def _gradients(self, p: Array, dp: Array, delta: Array, do: Array) -> reference.Gradients:
+        """Everything behind P, dP and delta."""
+        rnd = self.round
+        dv = rnd(rnd(p * self.keep).swapaxes(-1, -2) @ do)
+        ds = np.where(self.visible, rnd(p * (dp - delta[..., None])), np.float32(0))
         ds_score = rnd(ds * self.capped)
         dq = rnd(rnd(ds_score @ self.k) * self.scale)
         dk = rnd(ds_score.swapaxes(-1, -2) @ rnd(self.q * self.scale))
@@ -129,7 +154,7 @@ class Naive:
             per_head = -(ds * self.distance).sum(axis=(-1, -2), dtype=np.float32)
             grads.dalibi_slopes = _sum_to_shape(per_head, np.shape(options.alibi_slopes))
         if self.sink_p is not None:
-            grads.dsinks = (self.sink_p * (dl - delta)).sum(axis=(0, 2), dtype=np.float32)
+            grads.dsinks = -(self.sink_p * delta).sum(axis=(0, 2), dtype=np.float32)
         return grads
 
     def _collect(self, x: Array) -> Array:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import reference
 from cases import DTYPES, GRADIENTS, Case, build, check_backward, check_gradients
-from naive import Naive
 from targets import Target
 from test_forward import CAUSAL, OPTIONS, SHAPES, STRIDES, _restride
 from tolerance import GRADIENT_FACTOR, assert_close
+from yardstick import gradient_yardstick
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
@@ -55,13 +55,13 @@ def test_without_dlse(target: Target, dtype: str) -> None:
         problem.dout, *problem.inputs, out, lse, dlse=np.zeros_like(problem.dlse), causal=True
     )
     exact = reference.attention_backward(problem.dout, *problem.inputs, causal=True)
-    plain = Naive(*problem.inputs, causal=True).backward(problem.dout)
+    plain = gradient_yardstick(problem.dout, problem.inputs, None, {"causal": True})
     for name in ("dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(none, name), getattr(zero, name))
         assert_close(
             getattr(none, name),
             getattr(exact, name),
-            getattr(plain, name),
+            plain[name],
             factor=GRADIENT_FACTOR,
             name=name,
         )
@@ -76,13 +76,13 @@ def test_only_dlse(target: Target) -> None:
     silent = np.zeros_like(problem.dout)
     grads = target.backward(silent, *problem.inputs, out, lse, dlse=problem.dlse)
     exact = reference.attention_backward(silent, *problem.inputs, problem.dlse)
-    plain = Naive(*problem.inputs).backward(silent, problem.dlse)
+    plain = gradient_yardstick(silent, problem.inputs, problem.dlse, {})
     assert (grads.dv == 0).all()
     for name in ("dq", "dk"):
         assert_close(
             getattr(grads, name),
             getattr(exact, name),
-            getattr(plain, name),
+            plain[name],
             factor=GRADIENT_FACTOR,
             name=name,
         )

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import reference
 from cases import DTYPES, Case, build, check_forward
-from naive import Naive
 from targets import Target
 from tolerance import assert_close
+from yardstick import forward_yardstick
 
 GROUPS = [(1, 1), (8, 8), (8, 2), (6, 1), (5, 5)]
 
@@ -72,10 +72,10 @@ def test_same_as_the_tall_call(target: Target, heads: tuple[int, int], dtype: st
     tall = target.forward(*problem.inputs, causal=True)
     last = target.forward(problem.query[:, -1:], problem.key, problem.value, causal=True)
     exact = problem.oracle.out[:, -1:], problem.oracle.lse[:, :, -1:]
-    plain = problem.naive[0][:, -1:], problem.naive[1][:, :, -1:]
+    plain = forward_yardstick((problem.query[:, -1:], problem.key, problem.value), {})
     for got in ((tall[0][:, -1:], tall[1][:, :, -1:]), last):
-        assert_close(got[0], exact[0], plain[0])
-        assert_close(got[1], exact[1], plain[1], name="lse")
+        assert_close(got[0], exact[0], plain["out"])
+        assert_close(got[1], exact[1], plain["lse"], name="lse")
 
 
 def test_cache_as_a_slice_of_a_longer_one(target: Target) -> None:
@@ -91,6 +91,6 @@ def test_cache_as_a_slice_of_a_longer_one(target: Target) -> None:
         key, value = cache_k[:, :, :length], cache_v[:, :, :length]
         out, lse = target.forward(query, key, value, layout="bhsd")
         bshd = [x.transpose(0, 2, 1, 3) for x in (query, key, value)]
-        oracle, plain = reference.attention(*bshd), Naive(*bshd).forward()
-        assert_close(out.transpose(0, 2, 1, 3), oracle.out, plain[0])
-        assert_close(lse, oracle.lse, plain[1], name="lse")
+        exact, plain = reference.attention(*bshd), forward_yardstick(tuple(bshd), {})
+        assert_close(out.transpose(0, 2, 1, 3), exact.out, plain["out"])
+        assert_close(lse, exact.lse, plain["lse"], name="lse")
