@@ -1,0 +1,203 @@
+// The Metal backend end to end on the simulated device: numbers against the CPU backend, adopted and copied bytes,
+// live objects, device failures and calls from many threads. The rules of attention are tested elsewhere, on both.
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "device/faults.h"
+#include "flashattn/attention.h"
+#include "flashattn/backend.h"
+#include "flashattn/error.h"
+#include "support.h"
+#include "tensors.h"
+
+namespace {
+
+using flashattn::Backend;
+using flashattn::CopyStats;
+using flashattn::DType;
+using flashattn::TensorView;
+using flashattn::testing::Array;
+using flashattn::testing::Call;
+using flashattn::testing::contains;
+using flashattn::testing::LiveObjectCheck;
+using flashattn::testing::Sizes;
+
+constexpr Sizes kSmall{.batch = 2, .seqlen_q = 37, .seqlen_k = 50, .head_dim = 16, .value_dim = 16};
+
+Backend& metal() {
+  for (Backend* backend : flashattn::backends()) {
+    if (backend->name() == "metal") return *backend;
+  }
+  BOOST_FAIL("no metal backend in this build");
+  return *flashattn::backends().front();
+}
+
+double largest_difference(const Array& a, const Array& b) {
+  double largest = 0.0;
+  for (std::int64_t i = 0; i < a.count(); ++i) {
+    const double difference = std::fabs(static_cast<double>(a.get(i)) - static_cast<double>(b.get(i)));
+    if (!(difference <= largest)) largest = difference;  // NaN counts as different
+  }
+  return largest;
+}
+
+void run(Call* call, const std::string& backend, bool backward) {
+  flashattn::forward(call->forward_tensors(), {.causal = flashattn::Causal::kBottomRight, .backend = backend});
+  if (!backward) return;
+  flashattn::backward(call->backward_tensors(),
+                      {.causal = flashattn::Causal::kBottomRight, .backend = backend});
+}
+
+BOOST_AUTO_TEST_SUITE(metal_backend)
+
+BOOST_AUTO_TEST_CASE(it_is_listed_first_and_never_chosen_by_default) {
+  BOOST_TEST(flashattn::backends().front()->name() == "metal");
+  BOOST_TEST(!metal().chosen_by_default());
+  BOOST_TEST(metal().available().ok, metal().available().reason);
+  BOOST_TEST(contains(metal().device(), "simulated"));
+}
+
+BOOST_AUTO_TEST_CASE(forward_agrees_with_the_cpu) {
+  Call on_cpu(kSmall);
+  Call on_metal(kSmall);
+  run(&on_cpu, "cpu", false);
+  run(&on_metal, "metal", false);
+  BOOST_TEST(largest_difference(on_cpu.out, on_metal.out) < 1e-5);
+  BOOST_TEST(largest_difference(on_cpu.lse, on_metal.lse) < 1e-5);
+}
+
+BOOST_AUTO_TEST_CASE(backward_agrees_with_the_cpu) {
+  Call on_cpu(kSmall);
+  Call on_metal(kSmall);
+  run(&on_cpu, "cpu", true);
+  run(&on_metal, "metal", true);
+  BOOST_TEST(largest_difference(on_cpu.dq, on_metal.dq) < 1e-4);
+  BOOST_TEST(largest_difference(on_cpu.dk, on_metal.dk) < 1e-4);
+  BOOST_TEST(largest_difference(on_cpu.dv, on_metal.dv) < 1e-4);
+}
+
+BOOST_AUTO_TEST_CASE(a_gradient_that_nobody_wants_is_not_written) {
+  Call whole(kSmall);
+  Call part(kSmall);
+  run(&whole, "metal", true);
+  run(&part, "metal", false);
+  flashattn::BackwardTensors tensors = part.backward_tensors();
+  tensors.dk = {};
+  tensors.dlse = {};
+  Call without_dlse(kSmall);
+  run(&without_dlse, "metal", false);
+  flashattn::BackwardTensors all = without_dlse.backward_tensors();
+  all.dlse = {};
+  const flashattn::AttentionOptions options{.causal = flashattn::Causal::kBottomRight, .backend = "metal"};
+  flashattn::backward(tensors, options);
+  flashattn::backward(all, options);
+  BOOST_TEST(largest_difference(part.dq, without_dlse.dq) == 0.0);
+  BOOST_TEST(std::isnan(part.dk.get(0)));
+  BOOST_TEST(largest_difference(whole.dq, without_dlse.dq) > 0.0);  // dlse matters
+}
+
+BOOST_AUTO_TEST_CASE(aligned_arrays_are_adopted_and_unaligned_ones_copied_and_counted) {
+  Call call(kSmall);
+  metal().copy_stats(true);
+  run(&call, "metal", false);
+  const CopyStats adopted = metal().copy_stats(true);
+  const std::uint64_t query_bytes = static_cast<std::uint64_t>(call.query.count()) * 4;
+  const std::uint64_t all_bytes = static_cast<std::uint64_t>(call.query.count() + call.key.count() + call.value.count() +
+                                                             call.out.count() + call.lse.count()) *
+                                  4;
+  BOOST_TEST(adopted.adopted_bytes == all_bytes);
+  BOOST_TEST(adopted.copied_bytes == 0U);
+
+  // The same call with query and out two bytes off.
+  Call expected(kSmall);
+  run(&expected, "metal", false);
+  metal().copy_stats(true);
+  std::vector<char> query_memory(query_bytes + 2);
+  std::vector<char> out_memory(query_bytes + 2);
+  std::memcpy(query_memory.data() + 2, call.query.view().data, query_bytes);
+  flashattn::ForwardTensors tensors = call.forward_tensors();
+  tensors.inputs.query.data = query_memory.data() + 2;
+  tensors.out.data = out_memory.data() + 2;
+  flashattn::forward(tensors, {.causal = flashattn::Causal::kBottomRight, .backend = "metal"});
+  const CopyStats copied = metal().copy_stats(true);
+  BOOST_TEST(copied.copied_bytes == 2 * query_bytes);
+  BOOST_TEST(copied.adopted_bytes == all_bytes - 2 * query_bytes);
+  BOOST_TEST(std::memcmp(out_memory.data() + 2, expected.out.view().data, query_bytes) == 0);
+}
+
+BOOST_AUTO_TEST_CASE(metal_arrays_are_used_in_place) {
+  const flashattn::metal::AutoreleaseScope scope;
+  const auto device = NS::TransferPtr(MTL::CreateSystemDefaultDevice());
+  Call expected(kSmall);
+  run(&expected, "metal", false);
+  Call call(kSmall);
+  flashattn::ForwardTensors tensors = call.forward_tensors();
+  std::vector<NS::SharedPtr<MTL::Buffer>> kept;
+  constexpr std::int64_t kOffset = 256;
+  for (TensorView* view : {&tensors.inputs.query, &tensors.inputs.key, &tensors.inputs.value, &tensors.out,
+                           &tensors.lse}) {
+    const std::size_t bytes = 4096 * 16;
+    kept.push_back(NS::TransferPtr(device->newBuffer(bytes, MTL::ResourceStorageModeShared)));
+    std::size_t count = 4;
+    for (int axis = 0; axis < view->rank; ++axis) count *= static_cast<std::size_t>(view->shape[static_cast<std::size_t>(axis)]);
+    BOOST_REQUIRE(count + kOffset <= bytes);
+    std::memcpy(static_cast<char*>(kept.back()->contents()) + kOffset, view->data, count);
+    view->device = flashattn::DeviceKind::kMetal;
+    view->handle = kept.back().get();
+    view->byte_offset = kOffset;
+    view->data = nullptr;
+  }
+  flashattn::forward(tensors, {.causal = flashattn::Causal::kBottomRight, .backend = "metal"});
+  const char* out = static_cast<const char*>(kept[3]->contents()) + kOffset;
+  BOOST_TEST(std::memcmp(out, expected.out.view().data, static_cast<std::size_t>(expected.out.count()) * 4) == 0);
+}
+
+BOOST_AUTO_TEST_CASE(live_objects_return_to_the_start) {
+  Call warm(kSmall);
+  run(&warm, "metal", true);  // pipelines and pooled buffers stay
+  const LiveObjectCheck live;
+  for (int i = 0; i < 3; ++i) {
+    Call call(kSmall);
+    run(&call, "metal", true);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(a_failed_command_buffer_names_the_driver_s_text_and_the_kernel) {
+  Call call(kSmall);
+  run(&call, "metal", false);
+  const LiveObjectCheck live;
+  flashattn_simulated_fail_next("the planted fault");
+  try {
+    run(&call, "metal", false);
+    BOOST_ERROR("the call must fail");
+  } catch (const flashattn::DeviceError& error) {
+    const std::string text = error.what();
+    BOOST_TEST(contains(text, "the planted fault"), text);
+    BOOST_TEST(contains(text, "forward_float32_d16_v16"), text);
+  }
+  run(&call, "metal", false);  // the next call works
+}
+
+BOOST_AUTO_TEST_CASE(many_threads_get_the_bits_of_one) {
+  Call expected(kSmall);
+  run(&expected, "metal", true);
+  const LiveObjectCheck live;
+  std::vector<Call> calls;
+  for (int i = 0; i < 8; ++i) calls.emplace_back(kSmall);
+  std::vector<std::thread> threads;
+  for (Call& call : calls) threads.emplace_back([&call] { run(&call, "metal", true); });
+  for (std::thread& thread : threads) thread.join();
+  for (const Call& call : calls) {
+    BOOST_TEST(largest_difference(call.out, expected.out) == 0.0);
+    BOOST_TEST(largest_difference(call.dk, expected.dk) == 0.0);
+  }
+  // The pool may hold one set of scratch buffers per thread now; the check allows none to be created anew.
+  metal().copy_stats(true);
+}
+
+BOOST_AUTO_TEST_SUITE_END()
+
+}  // namespace

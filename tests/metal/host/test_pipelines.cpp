@@ -1,0 +1,138 @@
+// The pipeline cache: each pipeline once, whatever the threads; the archive on disk, good, damaged and foreign;
+// compile errors with log, key and source line.
+#include <fstream>
+#include <iterator>
+#include <thread>
+#include <vector>
+
+#include "flashattn/error.h"
+#include "metal/device.h"
+#include "metal/pipeline_cache.h"
+#include "metal/shader_source.h"
+#include "support.h"
+
+namespace {
+
+using flashattn::metal::archive_path;
+using flashattn::metal::AutoreleaseScope;
+using flashattn::metal::choose_device;
+using flashattn::metal::KernelKey;
+using flashattn::metal::KernelKind;
+using flashattn::metal::PipelineCache;
+using flashattn::testing::contains;
+using flashattn::testing::LiveObjectCheck;
+using flashattn::testing::ScopedVariable;
+using flashattn::testing::TemporaryFolder;
+
+const KernelKey kForward{.kind = KernelKind::kForward,
+                         .head_tile = 16,
+                         .value_tile = 16,
+                         .block_rows = 32,
+                         .block_columns = 16};
+const KernelKey kDelta{.kind = KernelKind::kDelta, .block_rows = 8};
+
+struct Gpu {
+  const AutoreleaseScope scope;
+  NS::SharedPtr<MTL::Device> device = choose_device();
+  TemporaryFolder folder;
+  std::filesystem::path archive = folder.path() / "pipelines.metalarchive";
+};
+
+std::string text_of_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+BOOST_FIXTURE_TEST_SUITE(metal_pipelines, Gpu)
+
+BOOST_AUTO_TEST_CASE(each_pipeline_is_compiled_once_by_many_threads) {
+  const LiveObjectCheck live;
+  const AutoreleaseScope inner;
+  PipelineCache cache(device.get(), {});
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&cache, i] { cache.get(i % 2 == 0 ? kForward : kDelta); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  BOOST_TEST(cache.compiled() == 2);
+}
+
+BOOST_AUTO_TEST_CASE(function_constants_make_pipelines_of_their_own) {
+  PipelineCache cache(device.get(), {});
+  KernelKey with_dlse = kDelta;
+  with_dlse.has_dlse = true;
+  BOOST_TEST((cache.get(kDelta).get() != cache.get(with_dlse).get()));
+  BOOST_TEST(cache.compiled() == 2);
+}
+
+BOOST_AUTO_TEST_CASE(a_second_process_finds_its_pipelines_in_the_archive) {
+  PipelineCache(device.get(), archive).get(kDelta);
+  PipelineCache second(device.get(), archive);
+  second.get(kDelta);
+  BOOST_TEST(second.from_archive() == 1);
+  BOOST_TEST(second.compiled() == 0);
+  second.get(kForward);
+  BOOST_TEST(second.compiled() == 1);
+}
+
+BOOST_AUTO_TEST_CASE(a_damaged_archive_is_ignored_and_replaced) {
+  PipelineCache(device.get(), archive).get(kDelta);
+  std::string text = text_of_file(archive);
+  text[text.size() / 2] ^= 1;
+  std::ofstream(archive, std::ios::binary | std::ios::trunc) << text;
+
+  PipelineCache damaged(device.get(), archive);
+  damaged.get(kDelta);
+  BOOST_TEST(damaged.compiled() == 1);
+  PipelineCache repaired(device.get(), archive);
+  repaired.get(kDelta);
+  BOOST_TEST(repaired.from_archive() == 1);
+}
+
+BOOST_AUTO_TEST_CASE(an_archive_that_cannot_be_written_fails_nothing) {
+  PipelineCache nowhere(device.get(), "/proc/nowhere/pipelines.metalarchive");
+  nowhere.get(kDelta);
+  BOOST_TEST(nowhere.compiled() == 1);
+}
+
+BOOST_AUTO_TEST_CASE(the_archive_s_name_tells_gpu_and_system_build) {
+  const ScopedVariable cache("FLASHATTN_CACHE_DIR", folder.path().string());
+  const auto path = archive_path("Apple M3", "Version 15.1 (Build 24B83)");
+  BOOST_TEST(path.parent_path() == folder.path());
+  BOOST_TEST(contains(path.filename().string(), "Apple-M3-Version-15.1--Build-24B83-"));
+  BOOST_TEST((path != archive_path("Apple M3", "Version 15.2 (Build 24C101)")));
+  BOOST_TEST((path != archive_path("Apple M4", "Version 15.1 (Build 24B83)")));
+  const ScopedVariable none("FLASHATTN_CACHE_DIR", "");
+  BOOST_TEST(archive_path("Apple M3", "Version 15.1").empty());
+}
+
+BOOST_AUTO_TEST_CASE(a_compile_error_shows_key_log_and_source_line) {
+  const std::string wrong = flashattn::metal::shader_program("delta", "") + "#line 1 \"tile.h\"\nnot a word of MSL;\n";
+  try {
+    flashattn::metal::compile_library(device.get(), wrong, "delta_float32_r8");
+    BOOST_ERROR("the source must not compile");
+  } catch (const flashattn::DeviceError& error) {
+    const std::string text = error.what();
+    BOOST_TEST(contains(text, "kernel delta_float32_r8 does not compile"), text);
+    BOOST_TEST(contains(text, "error:"), text);
+    BOOST_TEST(contains(text, "source line: tile.h:1: " + flashattn::metal::source_line("tile.h", 1)), text);
+  }
+}
+
+BOOST_AUTO_TEST_CASE(a_geometry_that_does_not_fit_says_so) {
+  PipelineCache cache(device.get(), {});
+  KernelKey huge = kForward;
+  huge.head_tile = 256;
+  huge.value_tile = 256;
+  try {
+    cache.get(huge);
+    BOOST_ERROR("the kernel must not fit");
+  } catch (const flashattn::DeviceError& error) {
+    BOOST_TEST(contains(error.what(), "cannot be made a pipeline: Threadgroup memory size"), error.what());
+    BOOST_TEST(contains(error.what(), "forward_float32_d256_v256"), error.what());
+  }
+}
+
+BOOST_AUTO_TEST_SUITE_END()
+
+}  // namespace
