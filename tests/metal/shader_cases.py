@@ -82,7 +82,11 @@ class Case:
 
     def instantiation(self, kernel: str) -> str:
         head, value = self.tiles
-        sizes = f"{DELTA_ROWS}" if kernel == "delta" else f"{head}, {value}, {BLOCK_ROWS}, {BLOCK_COLUMNS}"
+        sizes = (
+            f"{DELTA_ROWS}"
+            if kernel == "delta"
+            else f"{head}, {value}, {BLOCK_ROWS}, {BLOCK_COLUMNS}"
+        )
         function = "delta_rows" if kernel == "delta" else kernel
         return f'FLASHATTN_INSTANTIATE("{kernel}", {function}, {STORAGE[self.dtype]}, {sizes})'
 
@@ -123,7 +127,9 @@ def selected_product(weights: np.ndarray, x: np.ndarray, seen: np.ndarray) -> np
 
 def expected(case: Case, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Definition in float64, with hidden positions selected away."""
-    q, k, v, dout = (widen(a[name]).transpose(0, 2, 1, 3) for name in ("query", "key", "value", "dout"))
+    q, k, v, dout = (
+        widen(a[name]).transpose(0, 2, 1, 3) for name in ("query", "key", "value", "dout")
+    )
     group = case.query_heads // case.kv_heads
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     seen = visible(case)
@@ -222,7 +228,9 @@ def run_kernel(library: Library, case: Case, kernel: str, tensors: Tensors) -> R
     key_side = kernel in ("backward_dv", "backward_dk")
     rows = case.seqlen_k if key_side else case.seqlen_q
     heads = case.kv_heads if key_side else case.query_heads
-    block, threads = (DELTA_ROWS, DELTA_ROWS * 32) if kernel == "delta" else (BLOCK_ROWS, BLOCK_ROWS * 4)
+    block, threads = (
+        (DELTA_ROWS, DELTA_ROWS * 32) if kernel == "delta" else (BLOCK_ROWS, BLOCK_ROWS * 4)
+    )
     groups = (rows + block - 1) // block * heads * case.batch
     compiled = library.kernel(kernel, {0: False} if kernel != "delta" else {1: False})
     return compiled((groups, 1, 1), (threads, 1, 1), buffers)

@@ -59,7 +59,14 @@ def build_runtime() -> Path:
     library = build / "libmetal_sim.so"
     if not library.exists():
         private = build.with_name(f"{build.name}.{os.getpid()}")
-        configure = ["cmake", "-S", str(METAL / "runtime"), "-B", str(private), "-DCMAKE_BUILD_TYPE=Release"]
+        configure = [
+            "cmake",
+            "-S",
+            str(METAL / "runtime"),
+            "-B",
+            str(private),
+            "-DCMAKE_BUILD_TYPE=Release",
+        ]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
         make = ["cmake", "--build", str(private), "--target", "metal_sim_shared", "-j2"]
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
@@ -124,7 +131,9 @@ class Simulator:
             raise self.fail()
         return Library(self, handle)
 
-    def compile_file(self, path: str | Path, append: str = "", macros: Sequence[str] = ()) -> Library:
+    def compile_file(
+        self, path: str | Path, append: str = "", macros: Sequence[str] = ()
+    ) -> Library:
         """A .metal file with lines appended (instantiations); includes are searched beside it and in shaders/."""
         path = Path(path)
         source = f'{path.read_text()}\n#line 1 "instantiations"\n{append}\n'
@@ -172,11 +181,15 @@ class Kernel:
         grid_threads: Sequence[int] | None = None,
     ) -> Run:
         """buffers: by buffer index; None leaves an index unbound."""
-        copies = [np.frombuffer(bytearray(b), np.uint8) if isinstance(b, bytes) else b for b in buffers]
+        copies = [
+            np.frombuffer(bytearray(b), np.uint8) if isinstance(b, bytes) else b for b in buffers
+        ]
         pointers = (ctypes.c_void_p * (len(copies) + 1))(
             *[None if b is None else b.ctypes.data for b in copies]
         )
-        lengths = (ctypes.c_size_t * (len(copies) + 1))(*[0 if b is None else b.nbytes for b in copies])
+        lengths = (ctypes.c_size_t * (len(copies) + 1))(
+            *[0 if b is None else b.nbytes for b in copies]
+        )
         memory = (ctypes.c_size_t * (len(threadgroup_bytes) + 1))(*threadgroup_bytes)
         lib = self.simulator.lib
         count = lib.metal_sim_dispatch(
@@ -187,4 +200,6 @@ class Kernel:
             raise self.simulator.fail()
         reports = [lib.metal_sim_report(i).decode() for i in range(count)]
         lines = lib.metal_sim_counters().decode().splitlines()
-        return Run(reports, {name: int(value) for name, value in (line.split("=") for line in lines)})
+        return Run(
+            reports, {name: int(value) for name, value in (line.split("=") for line in lines)}
+        )

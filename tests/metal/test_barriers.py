@@ -83,7 +83,9 @@ def test_a_deleted_barrier_is_reported(site: Site, simulator: Simulator, tmp_pat
         assert found == [], "this barrier is needed: take it off the list of redundant ones"
         return
     assert found, f"deleting the barrier at {site.file}:{site.line} went unnoticed"
-    assert any(re.search(r"race on threadgroup '\w+': \w+ at \w+\.(metal|h):\d+", text) for text in found)
+    assert any(
+        re.search(r"race on threadgroup '\w+': \w+ at \w+\.(metal|h):\d+", text) for text in found
+    )
 
 
 def test_the_list_of_redundant_barriers_names_existing_ones() -> None:

@@ -19,7 +19,9 @@ kernel void f(device const float* in [[buffer(0)]], device float* out [[buffer(1
 """
 
 
-def run(simulator: Simulator, body: str, groups: int = 1, threads: int = 64) -> tuple[Run, np.ndarray]:
+def run(
+    simulator: Simulator, body: str, groups: int = 1, threads: int = 64
+) -> tuple[Run, np.ndarray]:
     """Runs a kernel body over 64 inputs and 128 outputs; body line k is program.metal:k."""
     source = HEAD.strip() + f'\n#line 1 "program.metal"\n{body}\n}}\n'
     data = np.arange(64, dtype=np.float32)

@@ -13,10 +13,22 @@ import pytest
 from simulator import METAL, Simulator, SimulatorError
 
 PRELUDE = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
-MAPS = ["row", "column", "apple", "apple_transposed", "random:1", "random:2", "row_pair:3", "adjacent:4", "column_pair:5"]
+MAPS = [
+    "row",
+    "column",
+    "apple",
+    "apple_transposed",
+    "random:1",
+    "random:2",
+    "row_pair:3",
+    "adjacent:4",
+    "column_pair:5",
+]
 
 
-def compute(simulator: Simulator, expression: str, dtype: str = "float", inputs: str = "float") -> np.ndarray:
+def compute(
+    simulator: Simulator, expression: str, dtype: str = "float", inputs: str = "float"
+) -> np.ndarray:
     """out[i] = expression of x = in[i], over 32 lanes of one simdgroup."""
     source = f"""{PRELUDE}
     kernel void f(device const {inputs}* in [[buffer(0)]], device {dtype}* out [[buffer(1)]],
@@ -24,7 +36,12 @@ def compute(simulator: Simulator, expression: str, dtype: str = "float", inputs:
       const {inputs} x = in[i];
       out[i] = {dtype}({expression});
     }}"""
-    types = {"float": np.float32, "half": np.float16, "bfloat": ml_dtypes.bfloat16, "uint": np.uint32}
+    types = {
+        "float": np.float32,
+        "half": np.float16,
+        "bfloat": ml_dtypes.bfloat16,
+        "uint": np.uint32,
+    }
     data = (np.arange(32) - 7.25).astype(types[inputs])
     out = np.zeros(32, types[dtype])
     result = simulator.compile(source).kernel("f")((1, 1, 1), (32, 1, 1), [data, out])
@@ -62,7 +79,9 @@ X = (np.arange(32) - 7.25).astype(np.float32)
     ],
 )
 def test_expressions(expression: str, expected: np.ndarray, simulator: Simulator) -> None:
-    np.testing.assert_allclose(compute(simulator, expression), expected.astype(np.float32), rtol=1e-6)
+    np.testing.assert_allclose(
+        compute(simulator, expression), expected.astype(np.float32), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", ["half", "bfloat"])
@@ -195,11 +214,15 @@ def test_impossible_requests_are_refused(change: dict, message: str, simulator: 
 
 def test_compile_errors_carry_the_line(simulator: Simulator) -> None:
     with pytest.raises(SimulatorError, match=r"bad\.metal:3:.*undeclared identifier 'nothing'"):
-        simulator.compile("kernel void f(device float* o [[buffer(0)]]) {\n\n  o[0] = nothing;\n}", "bad.metal")
+        simulator.compile(
+            "kernel void f(device float* o [[buffer(0)]]) {\n\n  o[0] = nothing;\n}", "bad.metal"
+        )
     with pytest.raises(SimulatorError, match="double"):
         simulator.compile("kernel void f(device float* o [[buffer(0)]]) { o[0] = o[1] * 2.0; }")
     with pytest.raises(SimulatorError, match="no function 'g'"):
-        simulator.compile("kernel void f(device float* o [[buffer(0)]]) { o[0] = 1.0f; }").kernel("g")
+        simulator.compile("kernel void f(device float* o [[buffer(0)]]) { o[0] = 1.0f; }").kernel(
+            "g"
+        )
 
 
 def test_function_constants_belong_to_the_kernel(simulator: Simulator) -> None:
@@ -260,7 +283,9 @@ def test_processes_share_the_cache(tmp_path: Path) -> None:
         "print(s.compile('kernel void f(device float* o [[buffer(0)]]) {}').function_names())\n"
     ) % tmp_path
     children = [
-        subprocess.Popen([sys.executable, "-c", program], cwd=METAL, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program], cwd=METAL, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(4)
     ]
     outputs = [child.communicate()[0].strip() for child in children]

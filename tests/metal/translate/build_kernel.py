@@ -25,7 +25,15 @@ RUNTIME = Path(__file__).resolve().parent.parent / "runtime"
 CHECKER = Path(__file__).resolve().parent.parent / "checker"
 
 # No contraction: the bits of a result must not depend on how the compiler pairs products and sums.
-COMPILE = ["-std=c++20", "-O1", "-fPIC", "-ffreestanding", "-nostdinc", "-fno-exceptions", "-fno-rtti"]
+COMPILE = [
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-ffreestanding",
+    "-nostdinc",
+    "-fno-exceptions",
+    "-fno-rtti",
+]
 COMPILE += ["-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing"]
 COMPILE += ["-gline-tables-only", "-gdwarf-4", "-fno-stack-protector", "-Wno-everything"]
 COMPILE += ["-Werror=double-promotion", "-Werror=return-type", "-Werror=uninitialized"]
@@ -46,7 +54,9 @@ def find_clang(given: str) -> list[str]:
     except ImportError:
         found = shutil.which("clang")
         if found is None:
-            raise TranslationError("no clang: pip install ziglang, or set METAL_SIM_COMPILER") from None
+            raise TranslationError(
+                "no clang: pip install ziglang, or set METAL_SIM_COMPILER"
+            ) from None
         return [found]
 
 
@@ -59,7 +69,9 @@ def target_flags(clang: list[str]) -> list[str]:
     if clang[-1] == "clang" and len(clang) == 2:
         flags += ["-isystem", str(Path(clang[0]).parent / "lib" / "include")]
     else:
-        done = subprocess.run([*clang, "-print-resource-dir"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*clang, "-print-resource-dir"], capture_output=True, text=True, check=True
+        )
         flags += ["-isystem", os.path.join(done.stdout.strip(), "include")]
     return flags
 
@@ -76,7 +88,9 @@ def run(command: list[str]) -> None:
         raise TranslationError(done.stderr)
 
 
-def translate(source: str, file_name: str, clang: list[str], includes: list[str], macros: list[str]) -> str:
+def translate(
+    source: str, file_name: str, clang: list[str], includes: list[str], macros: list[str]
+) -> str:
     """The C++ text of an MSL program."""
     rewriter = Rewriter(tokenize(preprocess(source, file_name, clang, includes, macros)))
     body = rewriter.run()
@@ -87,7 +101,9 @@ def build(options: argparse.Namespace) -> None:
     clang = find_clang(options.clang)
     output = Path(options.output)
     source = Path(options.source).read_text()
-    text = translate(source, options.file_name or options.source, clang, options.include, options.macro)
+    text = translate(
+        source, options.file_name or options.source, clang, options.include, options.macro
+    )
     cpp = output.with_suffix(".cpp")
     cpp.write_text(text)
     sources = [cpp, RUNTIME / "msl" / "support.cpp"]
@@ -97,7 +113,18 @@ def build(options: argparse.Namespace) -> None:
     for number, item in enumerate(sources):
         target = output.with_suffix(f".{number}.o")
         flags = COMPILE + (CHECK if options.check and number == 0 else [])
-        run([*clang, *target_flags(clang), *flags, f"-I{RUNTIME / 'msl'}", "-c", str(item), "-o", str(target)])
+        run(
+            [
+                *clang,
+                *target_flags(clang),
+                *flags,
+                f"-I{RUNTIME / 'msl'}",
+                "-c",
+                str(item),
+                "-o",
+                str(target),
+            ]
+        )
         objects.append(str(target))
     run([*linker(clang), "-o", str(output), *objects])
     for path in objects:

@@ -53,7 +53,9 @@ class Kernel:
     name: str
     parameters: list[Parameter]
     template_header: str = ""  # "template <...>", empty for a plain function
-    max_threads: str = ""  # expression of max_total_threads_per_threadgroup, may use template parameters
+    max_threads: str = (
+        ""  # expression of max_total_threads_per_threadgroup, may use template parameters
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ def parse_parameter(tokens: list[Token], kernel: str) -> Parameter:
         for token in attributes:
             if token.text in names:
                 return Parameter(kind, names[token.text], name)
-    raise TranslationError(f"kernel {kernel}: parameter '{name}' has no attribute the translator knows")
+    raise TranslationError(
+        f"kernel {kernel}: parameter '{name}' has no attribute the translator knows"
+    )
 
 
 def parse_kernel(

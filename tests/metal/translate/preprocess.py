@@ -20,7 +20,9 @@ def preprocess(
     command += [f"-I{folder}" for folder in [*includes, str(STDLIB)]]
     command += [f"-D{macro}" for macro in macros]
     marked = f'# 1 "{file_name}"\n{source}'
-    done = subprocess.run([*command, "-"], input=marked, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "-"], input=marked, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise TranslationError(done.stderr)
     return done.stdout

@@ -11,7 +11,14 @@ from __future__ import annotations
 
 import re
 
-from kernels import Instance, Program, attribute, parse_instantiation, parse_kernel, strip_attributes
+from kernels import (
+    Instance,
+    Program,
+    attribute,
+    parse_instantiation,
+    parse_kernel,
+    strip_attributes,
+)
 from tokens import (
     Token,
     TranslationError,
