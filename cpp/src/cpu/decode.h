@@ -22,25 +22,25 @@ struct DecodeHead {
   std::int64_t acc_stride = 0;
 };
 
-// The largest lane; a NaN lane may or may not count.
-FLASHATTN_INLINE float largest_lane(Vec x) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, x);
-  FLASHATTN_UNROLL for (int half = kLanes / 2; half > 0; half /= 2) {
-    FLASHATTN_UNROLL for (int i = 0; i < half; ++i) {
-      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    }
-  }
-  return lanes[0];
+// Lane i of the result is lane i + by, around the end.
+template <int by, int... lane>
+FLASHATTN_INLINE Vec rotated(Vec x, LaneList<lane...>) {
+  return __builtin_shufflevector(x, x, ((lane + by) % kLanes)...);
 }
 
+// The largest lane; a NaN lane may or may not count.
+template <int by = kLanes / 2>
+FLASHATTN_INLINE float largest_lane(Vec x) {
+  const Vec folded = max(x, rotated<by>(x, AllLanes{}));
+  if constexpr (by == 1) return folded[0];
+  if constexpr (by > 1) return largest_lane<by / 2>(folded);
+}
+
+template <int by = kLanes / 2>
 FLASHATTN_INLINE float lane_sum(Vec x) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, x);
-  FLASHATTN_UNROLL for (int half = kLanes / 2; half > 0; half /= 2) {
-    FLASHATTN_UNROLL for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+  const Vec folded = x + rotated<by>(x, AllLanes{});
+  if constexpr (by == 1) return folded[0];
+  if constexpr (by > 1) return lane_sum<by / 2>(folded);
 }
 
 FLASHATTN_INLINE float exp2_of(float x) { return exp2<6>(broadcast(x))[0]; }
