@@ -75,15 +75,18 @@ def _case_records(case: str, dtype: Any, backend: str) -> list[dict[str, Any]]:
     q, k, v, dout = (_strided(x) for x in random_arrays(shapes, dtype, seed=7))
     out, lse = fa.attention_forward(q, k, v, backend=backend, **options)
     dq, dk, dv = fa.attention_backward(dout, q, k, v, out, lse, backend=backend, **options)[:3]
-    truth = reference.attention((q, k, v, dout), options)
-    plain = reference.attention((q, k, v, dout), options, dtype)
+    arrays = (q, k, v, dout)
+    truth = reference.attention(arrays, options)
+    plain = reference.plain_errors(arrays, options, dtype, truth)
     records = []
-    for name, got in (("out", out), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)):
-        exact, yardstick = getattr(truth, name), getattr(plain, name)
-        factor = 2 if name in ("out", "lse") else 3
-        allowed = reference.tolerance(exact, yardstick, got.dtype, factor)
+    for name, got in zip(reference.NAMES, (out, lse, dq, dk, dv), strict=True):
+        exact = getattr(truth, name)
         error = reference.worst_error(got, exact)
-        # JSON has no infinity; None stands for a NaN or a lone infinity, which nothing allows.
-        finite = error if np.isfinite(error) else None
-        records.append({"result": name, "error": finite, "allowed": allowed})
+        record = {
+            "result": name,
+            # JSON has no infinity; None is a NaN or a lone infinity, which nothing allows.
+            "error": error if np.isfinite(error) else None,
+            "allowed": reference.allowed_error(name, exact, plain[name], got.dtype),
+        }
+        records.append(record)
     return records
