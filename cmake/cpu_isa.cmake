@@ -18,6 +18,10 @@ set(FLASHATTN_CPU_FLAGS_v4 -march=x86-64-v4 -mprefer-vector-width=512)
 set(FLASHATTN_CPU_FLAGS_v4_bf16 -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
 set(FLASHATTN_CPU_FLAGS_neon "")
 
+# A shorter list saves compiling where not all are wanted, as in sanitizer builds.
+set(FLASHATTN_CPU_ISAS "" CACHE STRING
+    "Instruction sets to build kernels for, as in v3;v4_bf16; empty is all of the architecture")
+
 function(_flashattn_target_isas isas_var)
   set(processor "${CMAKE_SYSTEM_PROCESSOR}")
   if(CMAKE_OSX_ARCHITECTURES)
@@ -30,6 +34,9 @@ function(_flashattn_target_isas isas_var)
   else()
     message(FATAL_ERROR "flashattn: no CPU kernels for the architecture '${processor}'; "
                         "build one of x86_64, aarch64 (one architecture a build)")
+  endif()
+  if(FLASHATTN_CPU_ISAS)
+    set(candidates ${FLASHATTN_CPU_ISAS})
   endif()
   set(isas "")
   foreach(isa IN LISTS candidates)
