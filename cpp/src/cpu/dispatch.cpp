@@ -1,5 +1,5 @@
 // The list of built instruction sets and the questions to the processor. A feature counts only if
-// the operating system saves its registers, which __builtin_cpu_supports checks.
+// the operating system saves its registers.
 #include "cpu/dispatch.h"
 
 #include <atomic>
@@ -9,7 +9,7 @@
 #include "flashattn/error.h"
 
 #if defined(__x86_64__)
-#include <cpuid.h>
+#include "cpu/x86_features.h"
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -46,31 +46,10 @@ extern const CpuKernels kKernels;
 namespace {
 
 #if defined(__x86_64__)
-[[maybe_unused]] bool has_v2() {
-  return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3") &&
-         __builtin_cpu_supports("popcnt");
-}
-
-// The parts of v3 whose names not every compiler knows: MOVBE, F16C, LZCNT.
-bool has_movbe_f16c_lzcnt() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid(1, &a, &b, &c, &d) == 0) return false;
-  const bool movbe_f16c = (c & (1U << 22)) != 0 && (c & (1U << 29)) != 0;
-  return movbe_f16c && __get_cpuid(0x80000001, &a, &b, &c, &d) != 0 && (c & (1U << 5)) != 0;
-}
-
-[[maybe_unused]] bool has_v3() {
-  return has_v2() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && has_movbe_f16c_lzcnt();
-}
-
-[[maybe_unused]] bool has_v4() {
-  return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
-}
-
-[[maybe_unused]] bool has_v4_bf16() { return has_v4() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_v2() { return X86Features().v2(); }
+[[maybe_unused]] bool has_v3() { return X86Features().v3(); }
+[[maybe_unused]] bool has_v4() { return X86Features().v4(); }
+[[maybe_unused]] bool has_v4_bf16() { return X86Features().v4_bf16(); }
 #elif defined(__aarch64__)
 [[maybe_unused]] bool has_neon() {
 #if defined(__linux__)
