@@ -84,8 +84,8 @@ def formatted_sources() -> list[str]:
 def sanitized(session: nox.Session, **environment: str) -> None:
     """Builds the C++ tests with the preset of the session's name and runs them.
 
-    On x86-64 the kernels are built for two instruction sets, which between them take every branch of
-    the source: instrumented kernels are slow to compile.
+    On x86-64 the kernels are built for two instruction sets, which between them take every branch
+    of the source: instrumented kernels are slow to compile.
     """
     build_tools(session)
     folder = build_folder(session)
