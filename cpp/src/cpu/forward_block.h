@@ -124,6 +124,10 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job, std
   const std::int64_t end = round_up(lanes.keys.end, kTileRows);
   const std::int64_t steps = (end - begin + kBlockK - 1) / kBlockK;
   if (steps <= 0) zero_units(scratch.O, round_up(job.value_dim, kLanes) * kBlockQ);
+  Prefetcher prefetcher;
+  plan_prefetch(job, rows_of(job.out, job.dtype, batch, head), first_row, rows, ahead, prefetcher);
+  prefetcher.spread_over(steps * (round_up(kv.v_ld, kPrefetchDims) / kPrefetchDims) *
+                         (kBlockVecs / kPanelVecs));
   for (std::int64_t step = 0; step < steps; ++step) {
     const std::int64_t key = begin + step * kBlockK;
     KeyBlock block;
@@ -132,9 +136,8 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job, std
       store(scratch.block_max + lane, load(scratch.row_max + lane));
     }
     score_block(kv, depth, scratch, lanes, block);
-    if (ahead != nullptr) prefetch_slice(job, *ahead, step, steps);
     const bool rose = softmax_block(scratch, block, scale_log2);
-    value_block(kv, scratch, block, step == 0, rose);
+    value_block(kv, scratch, block, step == 0, rose, prefetcher);
     add_nonfinite_values(kv, values, job.value_dim, scratch, lanes, block);
   }
   finish_rows(job, batch, head, first_row, rows, scratch, lanes);

@@ -1,5 +1,5 @@
-// Fetches what the next tasks of this thread will read, a slice per key block: a burst of
-// prefetches would fill the miss buffers and stall the loads of the computation.
+// Fetches what this thread will touch next, a few rows at a time: a burst of prefetches would fill
+// the miss buffers and stall the loads of the computation.
 #pragma once
 
 #include "cpu/forward_layout.h"
@@ -7,29 +7,70 @@
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
-// Slice `step` of `steps` of the range [begin, end).
-FLASHATTN_INLINE Interval slice(std::int64_t begin, std::int64_t end, std::int64_t step,
-                                std::int64_t steps) {
-  const std::int64_t length = end > begin ? end - begin : 0;
-  return {begin + length * step / steps, begin + length * (step + 1) / steps};
-}
+// A walk over the cache lines of up to four runs of rows.
+class Prefetcher {
+ public:
+  // Rows [begin, end) of dim elements each. Rows of scattered elements are not worth the lines.
+  FLASHATTN_INLINE void add(const Rows& rows, std::int64_t begin, std::int64_t end,
+                            std::int64_t dim) {
+    if (begin >= end || !rows.contiguous_rows()) return;
+    Run& run = runs_[count_++];
+    run = {.row = rows.row(begin),
+           .row_bytes = rows.row_bytes,
+           .rows = end - begin,
+           .bytes = dim * rows.item_bytes()};
+    lines_ += run.rows * (run.bytes / kLine + 1);
+  }
 
-FLASHATTN_INLINE void prefetch_slice(const AttentionJob& job, const ForwardAhead& ahead,
-                                     std::int64_t step, std::int64_t steps) {
-  const Interval keys = slice(ahead.key_begin, ahead.key_end, step, steps);
-  if (keys.begin < keys.end) {
-    const Rows K = rows_of(job.key, job.dtype, ahead.batch, ahead.kv_head);
-    const Rows V = rows_of(job.value, job.dtype, ahead.batch, ahead.kv_head);
-    prefetch_rows(K, keys.begin, keys.end - keys.begin, job.head_dim);
-    prefetch_rows(V, keys.begin, keys.end - keys.begin, job.value_dim);
+  // From now on all lines are spread over `slots` calls of advance().
+  FLASHATTN_INLINE void spread_over(std::int64_t slots) {
+    per_slot_ = slots > 0 ? (lines_ + slots - 1) / slots : 0;
   }
-  const std::int64_t last = ahead.query_begin + kBlockQ;
-  const Interval rows =
-      slice(ahead.query_begin, last < job.seqlen_q ? last : job.seqlen_q, step, steps);
-  if (rows.begin < rows.end) {
-    const Rows Q = rows_of(job.query, job.dtype, ahead.query_batch, ahead.query_head);
-    prefetch_rows(Q, rows.begin, rows.end - rows.begin, job.head_dim);
+
+  FLASHATTN_INLINE void advance() {
+    std::int64_t budget = per_slot_;
+    while (budget > 0 && at_ < count_) {
+      Run& run = runs_[at_];
+      const char* row = run.row;
+      std::int64_t rows = run.rows;
+      for (; rows > 0 && budget > 0; --rows, row += run.row_bytes) {
+        for (std::int64_t i = 0; i < run.bytes; i += kLine) __builtin_prefetch(row + i, 0, 2);
+        budget -= run.bytes / kLine + 1;
+      }
+      run.row = row;
+      run.rows = rows;
+      if (rows == 0) ++at_;
+    }
   }
+
+ private:
+  static constexpr std::int64_t kLine = 64;
+  struct Run {
+    const char* row;
+    std::ptrdiff_t row_bytes;
+    std::int64_t rows;
+    std::int64_t bytes;
+  };
+  Run runs_[4];
+  int count_ = 0;
+  int at_ = 0;
+  std::int64_t lines_ = 0;
+  std::int64_t per_slot_ = 0;
+};
+
+// The rows of out that this block will write, then what `ahead` names.
+FLASHATTN_INLINE void plan_prefetch(const AttentionJob& job, const Rows& out,
+                                    std::int64_t first_row, std::int64_t rows,
+                                    const ForwardAhead* ahead, Prefetcher& prefetcher) {
+  prefetcher.add(out, first_row, first_row + rows, job.value_dim);
+  if (ahead == nullptr) return;
+  const std::int64_t last = ahead->query_begin + kBlockQ;
+  const Rows Q = rows_of(job.query, job.dtype, ahead->query_batch, ahead->query_head);
+  prefetcher.add(Q, ahead->query_begin, last < job.seqlen_q ? last : job.seqlen_q, job.head_dim);
+  const Rows K = rows_of(job.key, job.dtype, ahead->batch, ahead->kv_head);
+  prefetcher.add(K, ahead->key_begin, ahead->key_end, job.head_dim);
+  const Rows V = rows_of(job.value, job.dtype, ahead->batch, ahead->kv_head);
+  prefetcher.add(V, ahead->key_begin, ahead->key_end, job.value_dim);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

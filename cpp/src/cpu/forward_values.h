@@ -45,8 +45,8 @@ FLASHATTN_INLINE void value_segment(const Segment& segment, const float* V, std:
   }
 }
 
-// acc += O * rescale. The sum of a step is rounded on its own before it meets the sum of all earlier ones, so the
-// error grows with the number of steps and not with the number of keys.
+// acc += O * rescale. The sum of a step is rounded on its own before it meets the sum of all
+// earlier ones, so the error grows with the number of steps and not with the number of keys.
 FLASHATTN_INLINE void add_earlier_steps(const float* O, const float* rescale, bool rose,
                                         Vec (&acc)[kTileRows][kPanelVecs]) {
   FLASHATTN_UNROLL for (int n = 0; n < kPanelVecs; ++n) {
@@ -57,10 +57,14 @@ FLASHATTN_INLINE void add_earlier_steps(const float* O, const float* rescale, bo
   }
 }
 
+// Output dimensions between two calls of the prefetcher.
+constexpr std::int64_t kPrefetchDims = 4 * kTileRows;
+
 // first_step: O holds nothing yet. rose: some lane's maximum did, see softmax_block.
 template <class Unit>
 FLASHATTN_INLINE void value_block(const PackedHead<Unit>& head, const BlockScratch<Unit>& scratch,
-                                  const KeyBlock& block, bool first_step, bool rose) {
+                                  const KeyBlock& block, bool first_step, bool rose,
+                                  Prefetcher& prefetcher) {
   const float* const V = head.V + block.first_key / Unit::kElements * head.v_ld;
   for (int panel = 0; panel < kBlockVecs; panel += kPanelVecs) {
     const int lane = panel * kLanes;
@@ -70,6 +74,7 @@ FLASHATTN_INLINE void value_block(const PackedHead<Unit>& head, const BlockScrat
       float* const O = scratch.O + d * kBlockQ + lane;
       Vec acc[kTileRows][kPanelVecs];
       zero_tile(acc);
+      if (d % kPrefetchDims == 0) prefetcher.advance();
       for (int i = 0; i < segments.count; ++i) {
         value_segment<Unit>(segments.list[i], V + d, head.v_ld, scratch.P + lane, acc);
       }
