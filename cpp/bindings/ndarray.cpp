@@ -147,10 +147,31 @@ void register_torch(nb::handle tensor, nb::handle parameter) {
   known.torch = table;
 }
 
-void register_bfloat16(nb::handle numpy_array, nb::handle bfloat16, nb::handle uint16) {
-  known.numpy_array = numpy_array.inc_ref().ptr();
+void register_numpy(nb::handle array) { known.numpy_array = array.inc_ref().ptr(); }
+
+void register_bfloat16(nb::handle bfloat16, nb::handle uint16) {
   known.uint16 = uint16.inc_ref().ptr();
   known.bfloat16 = bfloat16.inc_ref().ptr();
+}
+
+// A producer's capsule, or the array itself where nanobind asks for one as well as can be done.
+// DLPack wants a capsule renamed once it is consumed. nanobind does that to a capsule it is given,
+// but not to one it asks for, which is safe only with producers that keep no reference to it, as
+// numpy does.
+nb::object importable(nb::handle array) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(array.ptr()));
+  if (type == known.numpy_array || !nb::hasattr(array, "__dlpack__")) return nb::borrow(array);
+  const nb::object method = array.attr("__dlpack__");
+  try {
+    return method(nb::arg("max_version") = nb::make_tuple(nb::dlpack::major_version, 0));
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) return nb::borrow(array);
+  }
+  try {
+    return method();
+  } catch (nb::python_error&) {
+    return nb::borrow(array);  // nanobind fails in its turn, and adapt explains
+  }
 }
 
 }  // namespace
@@ -202,9 +223,9 @@ bool ArrayArgument::import_bfloat16(nb::handle array, Access access) {
 bool ArrayArgument::import_any(nb::handle array, Access access) {
   if (access == Access::kWrite) {
     nb::ndarray<> writable;
-    if (!nb::try_cast(array, writable)) return false;
+    if (!nb::try_cast(importable(array), writable)) return false;
     array_ = nb::ndarray<nb::ro>(writable);
-  } else if (!nb::try_cast(array, array_)) {
+  } else if (!nb::try_cast(importable(array), array_)) {
     return false;
   }
   DLTensor tensor;
@@ -259,8 +280,9 @@ std::uint64_t copied_bytes(bool reset) { return reset ? copied.exchange(0) : cop
 void bind_arrays(nb::module_& module) {
   module.def("register_torch", &register_torch, nb::arg("tensor"), nb::arg("parameter"),
              "Lets tensors of exactly these types in through DLPack's C exchange API.");
-  module.def("register_bfloat16", &register_bfloat16, nb::arg("numpy_array"), nb::arg("bfloat16"),
-             nb::arg("uint16"), "Lets numpy arrays of this bfloat16 dtype in as uint16 views.");
+  module.def("register_numpy", &register_numpy, nb::arg("array"), "Tells numpy's array type.");
+  module.def("register_bfloat16", &register_bfloat16, nb::arg("bfloat16"), nb::arg("uint16"),
+             "Lets numpy arrays of this bfloat16 dtype in as uint16 views.");
 }
 
 }  // namespace flashattn::python

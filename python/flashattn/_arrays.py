@@ -15,6 +15,8 @@ import numpy as np
 
 from flashattn import _core
 
+_core.register_numpy(np.ndarray)
+
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
 _DLPACK_HOST_DEVICES = (1, 8)  # kDLCPU, kDLMetal
@@ -236,7 +238,7 @@ def _adapt_numpy(label: str, array: np.ndarray[Any, Any], writable: bool) -> tup
         array = np.lib.stride_tricks.as_strided(array, array.shape, _item_strides(array))
     if is_bfloat16:
         if dtype.isnative:
-            _core.register_bfloat16(np.ndarray, dtype, np.dtype(np.uint16))
+            _core.register_bfloat16(dtype, np.dtype(np.uint16))
         array = array.view(np.uint16)
     return array, is_bfloat16, copied
 
