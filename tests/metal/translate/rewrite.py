@@ -137,7 +137,30 @@ class Rewriter:
         if not self.scopes:
             raise TranslationError("unbalanced '}'")
         if self.scopes.pop() == "kernel":
-            self.out.insert(self.declaration_mark, symbol(" metal_sim::declarations_end();"))
+            self.out.insert(self.declaration_mark, symbol(self.end_of_declarations))
+
+    # -- what the target language wants; the CUDA route overrides these
+
+    end_of_declarations = " metal_sim::declarations_end();"
+
+    def array_text(self, kind: str, name: str, dimensions: str, alignment: str) -> str:
+        """A threadgroup array, as a declaration that ends in ';'."""
+        self.sites += 1
+        type_id = f"{kind} {dimensions}".strip()
+        storage = f"metal_sim::threadgroup_array<{type_id}, {alignment}>"
+        return f'{kind} (&{name}){dimensions} = {storage}({self.sites}u, "{name}");'
+
+    def constant_text(self, kind: str, index: str, name: str) -> str:
+        """A function constant, as a declaration that ends in ';'."""
+        return f"static constexpr metal_sim::FunctionConstant<{kind}, {index}> {name}{{}};"
+
+    def table_text(self) -> str:
+        """What `constant` becomes in front of a table at file scope."""
+        return "const"
+
+    def vector_text(self, type_name: str) -> str:
+        """What constructs a vector, in front of its argument list."""
+        return f"metal_sim::make<{type_name}>"
 
     # -- names with a meaning of their own; each returns whether it consumed anything
 
@@ -206,13 +229,14 @@ class Rewriter:
         declaration, attributes = strip_attributes(significant(self.tokens[self.position : end]))
         index = attribute(attributes, "function_constant")
         if index is None or not self.at_file_scope or self.tokens[end].text != ";":
-            self.out.append(Token("name", "const"))
+            is_table = self.at_file_scope and self.at_statement()
+            self.out.append(symbol(self.table_text() if is_table else "const"))
             self.position += 1
             return True
         kind = " ".join(token.text for token in declaration[1:-1])
         name = declaration[-1].text
         self.program.constants.append((join(index), kind, name))
-        text = f"static constexpr metal_sim::FunctionConstant<{kind}, {join(index)}> {name}{{}};"
+        text = self.constant_text(kind, join(index), name)
         self.append_statement(text, self.tokens[self.position : end])
         self.position = end + 1
         return True
@@ -237,10 +261,7 @@ class Rewriter:
         text = ""
         for part in split(statement[first:]):
             name, dimensions = part[0].text, join(part[1:])
-            self.sites += 1
-            type_id = f"{kind} {dimensions}".strip()
-            text += f"{kind} (&{name}){dimensions} = metal_sim::threadgroup_array<{type_id}, {alignment}>"
-            text += f'({self.sites}u, "{name}"); '
+            text += self.array_text(kind, name, dimensions, alignment) + " "
         self.append_statement(text, self.tokens[self.position : end])
         self.declaration_mark = len(self.out)
         self.position = end + 1
@@ -263,7 +284,7 @@ class Rewriter:
         if after >= len(self.tokens) or self.tokens[after].text != "(":
             return False
         name = join(self.tokens[self.position : end + 1])
-        self.out.append(symbol(f"metal_sim::make<{name}>"))
+        self.out.append(symbol(self.vector_text(name)))
         self.position = end + 1
         return True
 

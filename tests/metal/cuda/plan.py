@@ -1,0 +1,168 @@
+"""Writes the units of the check program into a folder: `plan.py BUILD_FOLDER`, then `make -C BUILD_FOLDER -j`.
+
+Units: every kernel at the sizes that matter and in the three storage types (map 1, Apple's), the float32 kernels under
+two more maps, and one unit per planted fault: each barrier of each shader deleted, and reads out of bounds. The
+shaders are those of the working tree.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent.parent
+SHADERS = ROOT / "shaders"
+sys.path.insert(0, str(HERE))
+
+from msl_to_cuda import translate
+
+BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);")
+BLOCK_ROWS, BLOCK_COLUMNS, DELTA_ROWS = 32, 16, 4
+KINDS = {
+    "forward": "kForward",
+    "delta": "kDelta",
+    "backward_dq": "kBackwardDq",
+    "backward_dv": "kBackwardDv",
+    "backward_dk": "kBackwardDk",
+}
+STORAGES = {
+    "float": ("float32", "kFloat32"),
+    "half": ("float16", "kFloat16"),
+    "Bfloat16": ("bfloat16", "kBFloat16"),
+}
+SMALL = ("float", 32, 16)
+SIZES = [SMALL, ("float", 64, 64), ("float", 128, 128), ("half", 64, 64), ("Bfloat16", 64, 64)]
+
+# Faults besides deleted barriers: name, file, text, replacement. Every text must occur exactly once.
+EDITS = [
+    ("unchecked_rows", "tile.h", "if (r < valid_rows && d < dim) {", "if (d < dim) {"),
+    ("unchecked_columns", "tile.h", "if (r < valid_rows && d < dim) {", "if (r < valid_rows) {"),
+    ("unchecked_store", "tile.h", "if (r >= valid_rows || d >= dim) continue;", ""),
+]
+
+
+@dataclass
+class Unit:
+    """One translation unit: a shader with instances under one map."""
+
+    name: str
+    shader: str
+    instances: list[tuple[str, int, int]]
+    map: int = 1
+    fault: bool = False
+    files: dict[str, str] = field(default_factory=dict)  # changed shader files by name
+
+
+def host_name(shader: str, instance: tuple[str, int, int]) -> str:
+    storage, head, value = instance
+    name = f"{shader}_{STORAGES[storage][0]}"
+    return name if shader == "delta" else f"{name}_d{head}_v{value}"
+
+
+def instantiation(shader: str, instance: tuple[str, int, int]) -> str:
+    storage, head, value = instance
+    sizes = f"{head}, {value}, {BLOCK_ROWS}, {BLOCK_COLUMNS}"
+    function = "delta_rows" if shader == "delta" else shader
+    arguments = f"{storage}, {DELTA_ROWS if shader == 'delta' else sizes}"
+    return f'FLASHATTN_INSTANTIATE("{host_name(shader, instance)}", {function}, {arguments})'
+
+
+def barrier_units() -> list[Unit]:
+    """One unit per barrier and shader that holds it; a barrier of a header is deleted for each shader that calls it."""
+    units = []
+    for path in sorted([*SHADERS.glob("*.metal"), *SHADERS.glob("*.h")]):
+        text = path.read_text()
+        for number, match in enumerate(BARRIER.finditer(text), 1):
+            changed = text[: match.start()] + ";" + text[match.end() :]
+            shaders = [path.stem] if path.suffix == ".metal" else ["forward"]
+            for shader in shaders:
+                name = f"nobar_{path.stem}_{number}"
+                units.append(Unit(name, shader, [SMALL], fault=True, files={path.name: changed}))
+    return units
+
+
+def edit_units() -> list[Unit]:
+    units = []
+    for name, file, old, new in EDITS:
+        text = (SHADERS / file).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"plan: '{old}' occurs {text.count(old)} times in {file}")
+        changed = {file: text.replace(old, new)}
+        units.append(Unit(f"edit_{name}", "forward", [SMALL], fault=True, files=changed))
+    return units
+
+
+def plan() -> list[Unit]:
+    units = []
+    for shader in KINDS:
+        sizes = [s for s in SIZES if s[1] == 64] if shader == "delta" else SIZES
+        units.append(Unit(f"base_{shader}", shader, sizes))
+        if shader != "delta":
+            units += [Unit(f"map{m}_{shader}", shader, [("float", 64, 64)], map=m) for m in (0, 3)]
+    return [*units, *barrier_units(), *edit_units()]
+
+
+def entry(unit: Unit, instance: tuple[str, int, int]) -> str:
+    storage, head, value = instance
+    delta = unit.shader == "delta"
+    rows, threads = (DELTA_ROWS, DELTA_ROWS * 32) if delta else (BLOCK_ROWS, BLOCK_ROWS * 4)
+    tiles = "0, 0" if delta else f"{head}, {value}"
+    return (
+        f'{{"{host_name(unit.shader, instance)}", "{unit.name}", Kind::{KINDS[unit.shader]}, '
+        f"Storage::{STORAGES[storage][1]}, {tiles}, {rows}, {threads}, "
+        f"{'true' if unit.fault else 'false'}}},\n"
+    )
+
+
+def write_unit(unit: Unit, folder: Path) -> None:
+    include = folder / "changed" / unit.name
+    if unit.files:
+        include.mkdir(parents=True, exist_ok=True)
+        for name, text in unit.files.items():
+            (include / name).write_text(text)
+    file = f"{unit.shader}.metal"
+    source = unit.files.get(file) or (SHADERS / file).read_text()
+    lines = "\n".join(instantiation(unit.shader, instance) for instance in unit.instances)
+    settings = {"METAL_CUDA_MAP": str(unit.map), "METAL_CUDA_CONSTANTS": "0"}
+    includes = [*([str(include)] if unit.files else []), str(SHADERS)]
+    program = f'{source}\n#line 1 "instantiations"\n{lines}\n'
+    text = translate(program, file, includes, unit.name, settings)
+    (folder / f"{unit.name}.cu").write_text(text)
+
+
+MAKEFILE = """NVCC ?= nvcc
+ARCH ?= native
+FLAGS = -O2 -std=c++17 -arch=$(ARCH) -lineinfo -I{here} -I{root} -I. -diag-suppress 177,550,186,39,179
+OBJECTS = {objects}
+check: $(OBJECTS)
+\t$(NVCC) -arch=$(ARCH) -o $@ $(OBJECTS) -lpthread
+%.o: %.cu {here}/metal_shim.cuh {here}/registry.h
+\t$(NVCC) $(FLAGS) -c -o $@ $<
+check.o: {here}/check.cu {here}/problem.h plan.inc
+\t$(NVCC) $(FLAGS) -c -o $@ $<
+problem.o: {here}/problem.cpp {here}/problem.h
+\tg++ -O3 -std=c++17 -c -o $@ $<
+"""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    units = plan()
+    for unit in units:
+        write_unit(unit, folder)
+    entries = [entry(unit, instance) for unit in units for instance in unit.instances]
+    (folder / "plan.inc").write_text("".join(entries))
+    (folder / "faults.txt").write_text("".join(f"{unit.name}\n" for unit in units if unit.fault))
+    objects = " ".join([*(f"{unit.name}.o" for unit in units), "check.o", "problem.o"])
+    here = Path("../" * len(folder.relative_to(ROOT).parts)) if folder.is_relative_to(ROOT) else ROOT
+    makefile = MAKEFILE.format(here=here / HERE.relative_to(ROOT), root=here, objects=objects)
+    (folder / "Makefile").write_text(makefile)
+    print(f"{len(units)} units, {sum(unit.fault for unit in units)} of them with a planted fault")
+
+
+if __name__ == "__main__":
+    main()
