@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "device/faults.h"
 #include "objc/blocks.h"
 #include "objc/register.h"
 #include "objc/string.h"
@@ -66,6 +67,7 @@ Buffer* Buffer::without_copy(void* pointer, std::size_t length, Deallocator deal
         pointer, length, kPageSize);
     return nullptr;
   }
+  if (refuses_adoption()) return nullptr;
   auto* buffer = new Buffer;
   buffer->contents_ = static_cast<std::byte*>(pointer);
   buffer->length_ = length;

@@ -1,6 +1,7 @@
-// The one planted fault.
+// The planted failures.
 #include "device/faults.h"
 
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -10,6 +11,7 @@ namespace {
 
 std::mutex mutex;
 std::string planted;
+std::atomic<bool> refusing{false};
 
 }  // namespace
 
@@ -18,9 +20,15 @@ std::string take_planted_fault() {
   return std::exchange(planted, {});
 }
 
+bool refuses_adoption() { return refusing.load(); }
+
 }  // namespace simulated
 
 extern "C" void flashattn_simulated_fail_next(const char* text) {
   const std::lock_guard lock(simulated::mutex);
   simulated::planted = text;
+}
+
+extern "C" void flashattn_simulated_refuse_adoption(int refuse) {
+  simulated::refusing = refuse != 0;
 }

@@ -11,11 +11,16 @@ extern "C" {
 // The next command buffer that runs fails with this text instead of running.
 FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_fail_next(const char* text);
 
+// While it is not 0, newBufferWithBytesNoCopy refuses all memory, as it does memory that cannot be
+// shared with the GPU.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_adoption(int refuse);
+
 }  // extern "C"
 
 namespace simulated {
 
 // The planted text, which is then gone; "" when none is planted.
 std::string take_planted_fault();
+bool refuses_adoption();
 
 }  // namespace simulated

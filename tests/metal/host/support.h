@@ -1,5 +1,5 @@
-// What the tests of the Metal host share: a count of live objects, a child process that has to abort, a folder that
-// goes away, and the small kernel that most of them run.
+// What the tests of the Metal host share: a count of live objects, a child process that has to
+// abort, a folder that goes away, and the small kernel that most of them run.
 #pragma once
 
 #include <sys/wait.h>
@@ -7,27 +7,40 @@
 
 #include <Metal/Metal.hpp>
 #include <boost/test/unit_test.hpp>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include "metal/objects.h"
 #include "objc/live_objects.h"
 
 namespace flashattn::testing {
 
-// Fails the test when objects of the simulated runtime outlive the enclosing block.
+// Fails the test when objects of the simulated runtime outlive the enclosing block. A queue's
+// thread lets go of a command buffer a moment after the wait for it ends, so the count gets two
+// seconds to settle.
 class LiveObjectCheck {
  public:
-  LiveObjectCheck() : before_(flashattn_simulated_live_objects()) {}
-  ~LiveObjectCheck() { BOOST_TEST(flashattn_simulated_live_objects() == before_); }
+  LiveObjectCheck() {
+    // What an earlier test left to a queue's thread goes first.
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    before_ = flashattn_simulated_live_objects();
+  }
+  ~LiveObjectCheck() {
+    for (int i = 0; i < 200 && flashattn_simulated_live_objects() != before_; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    BOOST_TEST(flashattn_simulated_live_objects() == before_);
+  }
   LiveObjectCheck(const LiveObjectCheck&) = delete;
   LiveObjectCheck& operator=(const LiveObjectCheck&) = delete;
 
  private:
-  long before_;
+  long before_ = 0;
 };
 
 // Runs `body` in a child process and returns what it wrote to stderr; the child has to abort.
@@ -44,7 +57,8 @@ inline std::string text_of_abort(const std::function<void()>& body) {
   close(ends[1]);
   std::string text;
   char part[512];
-  for (ssize_t got = 0; (got = read(ends[0], part, sizeof part)) > 0;) text.append(part, static_cast<std::size_t>(got));
+  for (ssize_t got = 0; (got = read(ends[0], part, sizeof part)) > 0;)
+    text.append(part, static_cast<std::size_t>(got));
   close(ends[0]);
   int status = 0;
   waitpid(child, &status, 0);
@@ -109,7 +123,8 @@ struct Axpy {
     const auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
     const float shift = 2.0F;
     constants->setConstantValue(&shift, MTL::DataTypeFloat, NS::UInteger{3});
-    const auto function = NS::TransferPtr(library->newFunction(metal::to_ns("axpy"), constants.get(), &error));
+    const auto function =
+        NS::TransferPtr(library->newFunction(metal::to_ns("axpy"), constants.get(), &error));
     BOOST_REQUIRE_MESSAGE(function, metal::describe(error));
     pipeline = NS::TransferPtr(device->newComputePipelineState(function.get(), &error));
     BOOST_REQUIRE_MESSAGE(pipeline, metal::describe(error));

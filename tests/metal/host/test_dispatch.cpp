@@ -1,5 +1,5 @@
-// Ordinary metal-cpp host code against the simulated device: messages, struct returns, blocks, errors, and one kernel
-// from source to result.
+// Ordinary metal-cpp host code against the simulated device: messages, struct returns, blocks,
+// errors, and one kernel from source to result.
 #include <Metal/Metal.hpp>
 #include <cstdlib>
 #include <vector>
@@ -73,9 +73,10 @@ BOOST_AUTO_TEST_CASE(a_source_that_does_not_compile_is_an_error_with_its_line) {
   const LiveObjectCheck live;
   const AutoreleaseScope inner;
   NS::Error* error = nullptr;
-  const auto library = NS::TransferPtr(device->newLibrary(
-      to_ns("#line 41 \"wrong.metal\"\n[[kernel]] void f(device float* x [[buffer(0)]]) { x[0] = missing; }\n"),
-      nullptr, &error));
+  const auto library =
+      NS::TransferPtr(device->newLibrary(to_ns("#line 41 \"wrong.metal\"\n[[kernel]] void f(device "
+                                               "float* x [[buffer(0)]]) { x[0] = missing; }\n"),
+                                         nullptr, &error));
   BOOST_TEST(!library);
   BOOST_TEST(contains(to_std(error->localizedDescription()), "wrong.metal:41"));
   BOOST_TEST(contains(to_std(error->localizedDescription()), "missing"));
@@ -83,9 +84,11 @@ BOOST_AUTO_TEST_CASE(a_source_that_does_not_compile_is_an_error_with_its_line) {
 
 BOOST_AUTO_TEST_CASE(an_unknown_function_is_an_error) {
   NS::Error* error = nullptr;
-  const auto library = NS::TransferPtr(device->newLibrary(to_ns(flashattn::testing::kAxpy), nullptr, &error));
+  const auto library =
+      NS::TransferPtr(device->newLibrary(to_ns(flashattn::testing::kAxpy), nullptr, &error));
   const auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
-  const auto function = NS::TransferPtr(library->newFunction(to_ns("nobody"), constants.get(), &error));
+  const auto function =
+      NS::TransferPtr(library->newFunction(to_ns("nobody"), constants.get(), &error));
   BOOST_TEST(!function);
   BOOST_TEST(contains(to_std(error->localizedDescription()), "nobody"));
 }
@@ -96,11 +99,11 @@ BOOST_AUTO_TEST_CASE(pages_are_adopted_and_the_deallocator_runs_once) {
   void* pages = std::aligned_alloc(kPage, 2 * kPage);
   __block int calls = 0;
   {
-    const auto buffer = NS::TransferPtr(device->newBuffer(pages, 2 * kPage, MTL::ResourceStorageModeShared,
-                                                          ^(void* pointer, NS::UInteger) {
-                                                            std::free(pointer);
-                                                            ++calls;
-                                                          }));
+    const auto buffer = NS::TransferPtr(device->newBuffer(
+        pages, 2 * kPage, MTL::ResourceStorageModeShared, ^(void* pointer, NS::UInteger) {
+          std::free(pointer);
+          ++calls;
+        }));
     BOOST_TEST(buffer->contents() == pages);
   }
   BOOST_TEST(calls == 1);

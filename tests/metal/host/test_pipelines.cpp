@@ -1,5 +1,5 @@
-// The pipeline cache: each pipeline once, whatever the threads; the archive on disk, good, damaged and foreign;
-// compile errors with log, key and source line.
+// The pipeline cache: each pipeline once, whatever the threads; the archive on disk, good, damaged
+// and foreign; compile errors with log, key and source line.
 #include <fstream>
 #include <iterator>
 #include <thread>
@@ -107,7 +107,8 @@ BOOST_AUTO_TEST_CASE(the_archive_s_name_tells_gpu_and_system_build) {
 }
 
 BOOST_AUTO_TEST_CASE(a_compile_error_shows_key_log_and_source_line) {
-  const std::string wrong = flashattn::metal::shader_program("delta", "") + "#line 1 \"tile.h\"\nnot a word of MSL;\n";
+  const std::string wrong =
+      flashattn::metal::shader_program("delta", "") + "#line 1 \"tile.h\"\nnot a word of MSL;\n";
   try {
     flashattn::metal::compile_library(device.get(), wrong, "delta_float32_r8");
     BOOST_ERROR("the source must not compile");
@@ -115,7 +116,9 @@ BOOST_AUTO_TEST_CASE(a_compile_error_shows_key_log_and_source_line) {
     const std::string text = error.what();
     BOOST_TEST(contains(text, "kernel delta_float32_r8 does not compile"), text);
     BOOST_TEST(contains(text, "error:"), text);
-    BOOST_TEST(contains(text, "source line: tile.h:1: " + flashattn::metal::source_line("tile.h", 1)), text);
+    BOOST_TEST(
+        contains(text, "source line: tile.h:1: " + flashattn::metal::source_line("tile.h", 1)),
+        text);
   }
 }
 
@@ -128,7 +131,8 @@ BOOST_AUTO_TEST_CASE(a_geometry_that_does_not_fit_says_so) {
     cache.get(huge);
     BOOST_ERROR("the kernel must not fit");
   } catch (const flashattn::DeviceError& error) {
-    BOOST_TEST(contains(error.what(), "cannot be made a pipeline: Threadgroup memory size"), error.what());
+    BOOST_TEST(contains(error.what(), "cannot be made a pipeline: Threadgroup memory size"),
+               error.what());
     BOOST_TEST(contains(error.what(), "forward_float32_d256_v256"), error.what());
   }
 }

@@ -27,7 +27,13 @@ AutoreleasePool::~AutoreleasePool() {
   while (pools().size() >= depth_) {
     const std::vector<Object*> objects = std::move(pools().back());
     pools().pop_back();
-    for (Object* object : objects) object->release();
+    for (Object* object : objects) {
+      if (!is_alive(object)) {
+        fail_validation("an autorelease pool holds %p, which was released once too often",
+                        static_cast<void*>(object));
+      }
+      object->release();
+    }
   }
 }
 

@@ -61,6 +61,9 @@ class Class : public Object {
 // The class of that name, made on first use: metal-cpp looks its classes up in static initialisers.
 Class* class_named(const std::string& name);
 SEL selector_named(const std::string& name);
+// False for an object that was freed: what a message to it, or a pool that still holds it, is found
+// out by.
+bool is_alive(const Object* object);
 // The implementation that answers `selector` for this object, or null.
 void* find_method(const Object* object, SEL selector);
 

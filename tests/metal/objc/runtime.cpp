@@ -2,6 +2,7 @@
 // methods.
 #include <Foundation/Foundation.hpp>
 #include <mutex>
+#include <unordered_set>
 
 #include "objc/autorelease.h"
 #include "objc/live_objects.h"
@@ -27,6 +28,17 @@ Registry& registry() {
   return *instance;
 }
 
+// Every object that was made and not freed, so that a message to a freed one is a clear failure.
+struct LiveSet {
+  std::mutex mutex;
+  std::unordered_set<const Object*> objects;
+};
+
+LiveSet& live_set() {
+  static LiveSet* const instance = new LiveSet;
+  return *instance;
+}
+
 const char* const kRootClass = "NSObject";
 
 std::string described(const Object* object) {
@@ -39,19 +51,25 @@ std::string described(const Object* object) {
 
 Object::Object(Class* isa) : isa_(isa) {
   if (isa_ != nullptr && !isa_->is_metaclass()) ++isa_->live_instances;
+  const std::lock_guard lock(live_set().mutex);
+  live_set().objects.insert(this);
 }
 
 Object::Object(const char* class_name) : Object(class_named(class_name)) {}
 
 Object::~Object() {
   if (isa_ != nullptr && !isa_->is_metaclass()) --isa_->live_instances;
+  const std::lock_guard lock(live_set().mutex);
+  live_set().objects.erase(this);
+}
+
+bool is_alive(const Object* object) {
+  const std::lock_guard lock(live_set().mutex);
+  return live_set().objects.contains(object);
 }
 
 void Object::release() {
-  const long left = --references_;
-  if (left < 0)
-    fail_validation("over-release of a %s (%p)", described(this).c_str(), static_cast<void*>(this));
-  if (left == 0) delete this;
+  if (--references_ == 0) delete this;
 }
 
 void* Class::method(SEL selector) const {
@@ -138,6 +156,10 @@ SEL sel_registerName(const char* name) { return simulated::selector_named(name);
 
 // Called by message_send.S with the receiver and the selector of a message; never returns null.
 void* flashattn_simulated_lookup(simulated::Object* receiver, SEL selector) {
+  if (!simulated::is_alive(receiver)) {
+    simulated::fail_validation("-[%p %s]: message to a freed object", static_cast<void*>(receiver),
+                               selector->name.c_str());
+  }
   void* found = simulated::find_method(receiver, selector);
   if (found == nullptr) {
     const bool is_class = receiver->isa() != nullptr && receiver->isa()->is_metaclass();

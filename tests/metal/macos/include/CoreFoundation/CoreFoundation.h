@@ -1,0 +1,4 @@
+// As on the simulated device; zig brings the other system headers of macOS itself.
+#pragma once
+
+#include "../../../shim/CoreFoundation/CoreFoundation.h"
