@@ -34,13 +34,9 @@ static void forward_pack(const AttentionJob& job, std::int64_t batch, std::int64
   pack_head<Float32Unit>(job, batch, kv_head, key_begin, packed);
 }
 
-static void forward_queries(const AttentionJob& job, std::int64_t batch, std::int64_t head,
-                            std::int64_t query_begin, const void* packed, void* scratch,
-                            const ForwardAhead* ahead) {
-  if (uses_bf16_pairs(job)) {
-    return forward_block<Bf16PairUnit>(job, batch, head, query_begin, packed, scratch, ahead);
-  }
-  forward_block<Float32Unit>(job, batch, head, query_begin, packed, scratch, ahead);
+static void forward_rows(const AttentionJob& job, const ForwardTask& task) {
+  if (uses_bf16_pairs(job)) return forward_block<Bf16PairUnit>(job, task);
+  forward_block<Float32Unit>(job, task);
 }
 
 constexpr ForwardKernels kForwardKernels = {.block_q = kBlockQ,
@@ -48,6 +44,6 @@ constexpr ForwardKernels kForwardKernels = {.block_q = kBlockQ,
                                             .packed_bytes = forward_packed_bytes,
                                             .scratch_bytes = forward_scratch_bytes,
                                             .pack = forward_pack,
-                                            .block = forward_queries};
+                                            .block = forward_rows};
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

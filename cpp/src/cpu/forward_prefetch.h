@@ -58,19 +58,21 @@ class Prefetcher {
   std::int64_t per_slot_ = 0;
 };
 
-// The rows of out that this block will write, then what `ahead` names.
-FLASHATTN_INLINE void plan_prefetch(const AttentionJob& job, const Rows& out,
-                                    std::int64_t first_row, std::int64_t rows,
-                                    const ForwardAhead* ahead, Prefetcher& prefetcher) {
-  prefetcher.add(out, first_row, first_row + rows, job.value_dim);
-  if (ahead == nullptr) return;
-  const std::int64_t last = ahead->query_begin + kBlockQ;
-  const Rows Q = rows_of(job.query, job.dtype, ahead->query_batch, ahead->query_head);
-  prefetcher.add(Q, ahead->query_begin, last < job.seqlen_q ? last : job.seqlen_q, job.head_dim);
-  const Rows K = rows_of(job.key, job.dtype, ahead->batch, ahead->kv_head);
-  prefetcher.add(K, ahead->key_begin, ahead->key_end, job.head_dim);
-  const Rows V = rows_of(job.value, job.dtype, ahead->batch, ahead->kv_head);
-  prefetcher.add(V, ahead->key_begin, ahead->key_end, job.value_dim);
+// The rows of out that this block will write, then what the task says is next.
+FLASHATTN_INLINE void plan_prefetch(const AttentionJob& job, const ForwardTask& task,
+                                    std::int64_t rows, Prefetcher& prefetcher) {
+  if (task.heads == 1) {
+    prefetcher.add(rows_of(job.out, job.dtype, task.batch, task.head), task.first_row,
+                   task.first_row + rows, job.value_dim);
+  }
+  if (task.ahead == nullptr) return;
+  const ForwardAhead& ahead = *task.ahead;
+  const Rows Q = rows_of(job.query, job.dtype, ahead.query_batch, ahead.query_head);
+  prefetcher.add(Q, ahead.query_begin, ahead.query_end, job.head_dim);
+  const Rows K = rows_of(job.key, job.dtype, ahead.batch, ahead.kv_head);
+  prefetcher.add(K, ahead.key_begin, ahead.key_end, job.head_dim);
+  const Rows V = rows_of(job.value, job.dtype, ahead.batch, ahead.kv_head);
+  prefetcher.add(V, ahead.key_begin, ahead.key_end, job.value_dim);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

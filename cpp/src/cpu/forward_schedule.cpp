@@ -23,9 +23,16 @@ class ForwardRun {
   ForwardRun(const AttentionJob& job, const ForwardKernels& kernels)
       : job_(job),
         kernels_(kernels),
-        blocks_((job.seqlen_q + kernels.block_q - 1) / kernels.block_q),
         packed_bytes_(round_to_line(kernels.packed_bytes(job))),
-        scratch_bytes_(round_to_line(kernels.scratch_bytes(job))) {}
+        scratch_bytes_(round_to_line(kernels.scratch_bytes(job))) {
+    // Heads of a group share blocks where that leaves clearly fewer of them: with few queries a
+    // block of one head would be mostly empty lanes.
+    const std::int64_t apart = job.heads_per_kv * blocks_of(job.seqlen_q);
+    const std::int64_t together = blocks_of(job.seqlen_q * job.heads_per_kv);
+    heads_ = job.heads_per_kv > 1 && together * 10 <= apart * 9 ? job.heads_per_kv : 1;
+    blocks_ = blocks_of(job.seqlen_q * heads_);
+    tasks_ = job.heads_per_kv / heads_ * blocks_;
+  }
 
   void run(ThreadPool& pool) const {
     const std::int64_t pairs = job_.batch * job_.kv_heads;
@@ -42,6 +49,10 @@ class ForwardRun {
 
  private:
   static std::int64_t round_to_line(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  std::int64_t blocks_of(std::int64_t rows) const {
+    return (rows + kernels_.block_q - 1) / kernels_.block_q;
+  }
 
   bool small() const {
     const double scores = static_cast<double>(job_.batch * job_.query_heads) *
@@ -63,51 +74,58 @@ class ForwardRun {
                   packed);
   }
 
-  // Everything of one (batch, kv head). Query blocks that see most keys come first: when tasks are
-  // few this is the order that ends evenly.
+  // Task `index` of the tasks_ of one pair. Within a head, the blocks that see most keys come
+  // first: the order that ends evenly.
+  ForwardTask task_of(std::int64_t pair, std::int64_t index) const {
+    const std::int64_t first_head = pair % job_.kv_heads * job_.heads_per_kv;
+    return {.batch = pair / job_.kv_heads,
+            .head = first_head + index / blocks_,
+            .heads = heads_,
+            .first_row = (blocks_ - 1 - index % blocks_) * kernels_.block_q};
+  }
+
+  // Everything of one (batch, kv head).
   void whole_pair(std::int64_t pair, std::int64_t pairs) const {
     std::byte* const packed =
         thread_scratch(static_cast<std::size_t>(packed_bytes_ + scratch_bytes_));
-    std::byte* const scratch = packed + packed_bytes_;
-    const std::int64_t batch = pair / job_.kv_heads;
-    const Interval range = chunks(batch);
+    const Interval range = chunks(pair / job_.kv_heads);
     for (std::int64_t c = range.begin; c < range.end; ++c) pack(pair, c, packed);
-
-    const std::int64_t tasks = job_.heads_per_kv * blocks_;
-    const std::int64_t first_head = pair % job_.kv_heads * job_.heads_per_kv;
-    for (std::int64_t task = 0; task < tasks; ++task) {
-      const ForwardAhead ahead = look_ahead(pair, pairs, task, tasks);
-      kernels_.block(job_, batch, first_head + task / blocks_,
-                     (blocks_ - 1 - task % blocks_) * kernels_.block_q, packed, scratch, &ahead);
+    for (std::int64_t index = 0; index < tasks_; ++index) {
+      const ForwardAhead ahead = look_ahead(pair, pairs, index);
+      ForwardTask task = task_of(pair, index);
+      task.packed = packed;
+      task.scratch = packed + packed_bytes_;
+      task.ahead = &ahead;
+      kernels_.block(job_, task);
     }
   }
 
-  // The queries of the next task, and this task's share of the next pair's keys.
-  ForwardAhead look_ahead(std::int64_t pair, std::int64_t pairs, std::int64_t task,
-                          std::int64_t tasks) const {
+  // The queries of the next task, and task `index`'s share of the next pair's keys.
+  ForwardAhead look_ahead(std::int64_t pair, std::int64_t pairs, std::int64_t index) const {
+    ForwardAhead ahead;
     const std::int64_t next_pair = pair + 1;
-    ForwardAhead ahead{.query_begin = job_.seqlen_q};
     if (next_pair < pairs) {
       ahead.batch = next_pair / job_.kv_heads;
       ahead.kv_head = next_pair % job_.kv_heads;
       const Interval keys = job_.visibility[ahead.batch].keys_of_rows(0, job_.seqlen_q);
       const std::int64_t length = std::max<std::int64_t>(keys.end - keys.begin, 0);
-      ahead.key_begin = keys.begin + length * task / tasks;
-      ahead.key_end = keys.begin + length * (task + 1) / tasks;
+      ahead.key_begin = keys.begin + length * index / tasks_;
+      ahead.key_end = keys.begin + length * (index + 1) / tasks_;
     }
-    const bool last = task + 1 == tasks;
-    if (last && next_pair == pairs) return ahead;
-    const std::int64_t next_task = last ? 0 : task + 1;
-    const std::int64_t of_pair = last ? next_pair : pair;
-    ahead.query_batch = of_pair / job_.kv_heads;
-    ahead.query_head = of_pair % job_.kv_heads * job_.heads_per_kv + next_task / blocks_;
-    ahead.query_begin = (blocks_ - 1 - next_task % blocks_) * kernels_.block_q;
+    const bool last = index + 1 == tasks_;
+    if (heads_ > 1 || (last && next_pair == pairs)) return ahead;
+    const ForwardTask next = last ? task_of(next_pair, 0) : task_of(pair, index + 1);
+    ahead.query_batch = next.batch;
+    ahead.query_head = next.head;
+    ahead.query_begin = next.first_row;
+    ahead.query_end = std::min(next.first_row + kernels_.block_q, job_.seqlen_q);
     return ahead;
   }
 
   // Groups of pairs that fit the budget; within a group all threads pack, then all compute.
   void run_shared(ThreadPool& pool, std::int64_t pairs) const {
-    const std::int64_t group = std::clamp<std::int64_t>(kPackedBudget / packed_bytes_, 1, pairs);
+    const std::int64_t group = std::clamp<std::int64_t>(
+        kPackedBudget / std::max<std::int64_t>(packed_bytes_, 1), 1, pairs);
     const Workspace workspace(static_cast<std::size_t>(group * packed_bytes_));
     for (std::int64_t first = 0; first < pairs; first += group) {
       run_group(pool, first, std::min(first + group, pairs), workspace.data());
@@ -118,30 +136,29 @@ class ForwardRun {
     const auto packed_of = [&](std::int64_t pair) {
       return memory + (pair - first) * packed_bytes_;
     };
-    const std::int64_t chunks_per_pair =
-        (job_.seqlen_k + kernels_.pack_keys - 1) / kernels_.pack_keys;
-    pool.parallel_for((last - first) * chunks_per_pair, [&](std::int64_t index) {
-      const std::int64_t pair = first + index / chunks_per_pair;
-      const std::int64_t chunk = index % chunks_per_pair;
+    const std::int64_t pair_chunks = (job_.seqlen_k + kernels_.pack_keys - 1) / kernels_.pack_keys;
+    pool.parallel_for((last - first) * pair_chunks, [&](std::int64_t index) {
+      const std::int64_t pair = first + index / pair_chunks;
+      const std::int64_t chunk = index % pair_chunks;
       const Interval range = chunks(pair / job_.kv_heads);
       if (chunk >= range.begin && chunk < range.end) pack(pair, chunk, packed_of(pair));
     });
-    const std::int64_t tasks_per_pair = job_.heads_per_kv * blocks_;
-    pool.parallel_for((last - first) * tasks_per_pair, [&](std::int64_t index) {
-      const std::int64_t pair = first + index / tasks_per_pair;
-      const std::int64_t task = index % tasks_per_pair;
-      const std::int64_t head = pair % job_.kv_heads * job_.heads_per_kv + task / blocks_;
-      kernels_.block(job_, pair / job_.kv_heads, head,
-                     (blocks_ - 1 - task % blocks_) * kernels_.block_q, packed_of(pair),
-                     thread_scratch(static_cast<std::size_t>(scratch_bytes_)), nullptr);
+    pool.parallel_for((last - first) * tasks_, [&](std::int64_t index) {
+      const std::int64_t pair = first + index / tasks_;
+      ForwardTask task = task_of(pair, index % tasks_);
+      task.packed = packed_of(pair);
+      task.scratch = thread_scratch(static_cast<std::size_t>(scratch_bytes_));
+      kernels_.block(job_, task);
     });
   }
 
   const AttentionJob& job_;
   const ForwardKernels& kernels_;
-  std::int64_t blocks_;  // of queries, per head
   std::int64_t packed_bytes_;
   std::int64_t scratch_bytes_;
+  std::int64_t heads_;   // that share a block: 1, or all of a group
+  std::int64_t blocks_;  // of a head, or of the group
+  std::int64_t tasks_;   // of one (batch, kv head)
 };
 
 }  // namespace

@@ -8,8 +8,7 @@
 
 namespace flashattn::cpu {
 
-// What a block may fetch into the cache while it computes: the rows that the next tasks of this
-// thread read.
+// What a task may fetch into the cache while it computes: what the next tasks of its thread read.
 struct ForwardAhead {
   std::int64_t batch = 0;
   std::int64_t kv_head = 0;
@@ -17,29 +16,40 @@ struct ForwardAhead {
   std::int64_t key_end = 0;
   std::int64_t query_batch = 0;
   std::int64_t query_head = 0;
-  std::int64_t query_begin = 0;  // block_q queries of that head; at seqlen_q or past it: none
+  std::int64_t query_begin = 0;  // queries [query_begin, query_end) of that head
+  std::int64_t query_end = 0;
+};
+
+// block_q rows against every key they see. Row r is query r / heads of head `head + r % heads`, so
+// that heads that share a kv head can share a block when each has few queries; heads is 1 or all of
+// the group.
+struct ForwardTask {
+  std::int64_t batch = 0;
+  std::int64_t head = 0;
+  std::int64_t heads = 1;
+  std::int64_t first_row = 0;
+  const void* packed =
+      nullptr;              // of (batch, kv head), filled by pack() over the keys these rows see
+  void* scratch = nullptr;  // 64-byte aligned
+  const ForwardAhead* ahead = nullptr;  // may be null
 };
 
 struct ForwardKernels {
-  // Queries of one task.
+  // Rows of one task.
   std::int64_t block_q = 0;
   // Keys that pack() handles at a time; every key_begin is a multiple of it.
   std::int64_t pack_keys = 0;
 
-  // Bytes that the packed keys and values of one (batch, kv head) take: K, V, and which V rows are
-  // not finite.
+  // Bytes that the packed keys and values of one (batch, kv head) take.
   std::int64_t (*packed_bytes)(const AttentionJob& job) = nullptr;
   // Bytes of scratch that one block() call needs.
   std::int64_t (*scratch_bytes)(const AttentionJob& job) = nullptr;
-  // Packs keys [key_begin, key_begin + pack_keys) of one (batch, kv head). Both buffers are 64-byte
+  // Packs keys [key_begin, key_begin + pack_keys) of one (batch, kv head); packed is 64-byte
   // aligned.
   void (*pack)(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
                std::int64_t key_begin, void* packed) = nullptr;
-  // Writes out and lse of queries [query_begin, query_begin + block_q) of one query head. ahead may
-  // be null.
-  void (*block)(const AttentionJob& job, std::int64_t batch, std::int64_t head,
-                std::int64_t query_begin, const void* packed, void* scratch,
-                const ForwardAhead* ahead) = nullptr;
+  // Writes out and lse of the task's rows.
+  void (*block)(const AttentionJob& job, const ForwardTask& task) = nullptr;
 };
 
 }  // namespace flashattn::cpu

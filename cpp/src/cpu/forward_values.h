@@ -2,6 +2,7 @@
 // packed V and are added here on their own, to the lanes that see them and to no other.
 #pragma once
 
+#include "cpu/forward_prefetch.h"
 #include "cpu/forward_scores.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
@@ -59,6 +60,12 @@ FLASHATTN_INLINE void add_earlier_steps(const float* O, const float* rescale, bo
 
 // Output dimensions between two calls of the prefetcher.
 constexpr std::int64_t kPrefetchDims = 4 * kTileRows;
+
+// Calls of the prefetcher per key block.
+template <class Unit>
+FLASHATTN_INLINE std::int64_t prefetch_slots(const PackedHead<Unit>& head) {
+  return (head.v_ld + kPrefetchDims - 1) / kPrefetchDims * (kBlockVecs / kPanelVecs);
+}
 
 // first_step: O holds nothing yet. rose: some lane's maximum did, see softmax_block.
 template <class Unit>

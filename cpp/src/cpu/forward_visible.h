@@ -4,8 +4,30 @@
 #pragma once
 
 #include "cpu/forward_layout.h"
+#include "cpu/forward_table.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
+
+// Lane i of a block is row first_row + i of its task; see ForwardTask for what a row is.
+struct QueryRows {
+  std::int64_t first_row;
+  std::int64_t count;
+  std::int64_t heads;
+
+  FLASHATTN_INLINE QueryRows(const AttentionJob& job, const ForwardTask& task) {
+    const std::int64_t left = job.seqlen_q * task.heads - task.first_row;
+    first_row = task.first_row;
+    count = left < kBlockQ ? left : kBlockQ;
+    heads = task.heads;
+  }
+
+  FLASHATTN_INLINE std::int64_t query(std::int64_t lane) const {
+    return heads == 1 ? first_row + lane : (first_row + lane) / heads;
+  }
+  FLASHATTN_INLINE std::int64_t head(std::int64_t lane) const {
+    return heads == 1 ? 0 : (first_row + lane) % heads;
+  }
+};
 
 // Keys are int32 here: seqlen_k is below 2^31.
 struct VisibleLanes {
@@ -21,15 +43,14 @@ struct VisibleLanes {
   Interval keys;  // that the block has to visit
 };
 
-FLASHATTN_INLINE void find_visible_lanes(const Visibility& visibility, std::int64_t first_row,
-                                         std::int64_t rows, VisibleLanes& lanes) {
+FLASHATTN_INLINE void find_visible_lanes(const Visibility& visibility, const QueryRows& rows,
+                                         VisibleLanes& lanes) {
   for (int i = 0; i < kBlockQ; ++i) {
-    const std::int64_t row = first_row + (i < rows ? i : rows - 1);
-    const Interval keys = visibility.keys_of_row(row);
+    const Interval keys = visibility.keys_of_row(rows.query(i < rows.count ? i : rows.count - 1));
     lanes.begin[i] = static_cast<std::int32_t>(keys.begin);
     lanes.end[i] = static_cast<std::int32_t>(keys.end);
   }
-  lanes.vecs = static_cast<int>((rows + kLanes - 1) / kLanes);
+  lanes.vecs = static_cast<int>((rows.count + kLanes - 1) / kLanes);
   for (int n = 0; n < lanes.vecs; ++n) {
     const int first = n * kLanes;
     const int last = first + kLanes - 1;
@@ -38,7 +59,7 @@ FLASHATTN_INLINE void find_visible_lanes(const Visibility& visibility, std::int6
     lanes.every_begin[n] = lanes.begin[last];
     lanes.every_end[n] = lanes.end[first];
   }
-  lanes.keys = visibility.keys_of_rows(first_row, first_row + rows);
+  lanes.keys = visibility.keys_of_rows(rows.query(0), rows.query(rows.count - 1) + 1);
 }
 
 // Keys [0, length) of one step, counted from its first key, length a multiple of kTileRows. Vector
