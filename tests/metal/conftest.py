@@ -1,5 +1,6 @@
-"""One simulator per test process, put back to its defaults before every test, with a cache of compiled kernels that
-outlives the run (METAL_SIM_CACHE)."""
+"""One simulator per test process, put back to its defaults before every test, with a cache of
+compiled kernels that outlives the run (METAL_SIM_CACHE).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The project's shaders run kernel by kernel in the simulator, on small problems, against float64.
 
-Holds the Python side of shaders/abi.h and the geometry a case runs with. It bypasses the C++ schedule on purpose: a
-fault planted in a shader must be found even where the host would never send such a problem.
+Holds the Python side of shaders/abi.h and the geometry a case runs with. It bypasses the C++
+schedule on purpose: a fault planted in a shader must be found even where the host would never send
+such a problem.
 """
 
 from __future__ import annotations
@@ -43,12 +44,10 @@ class Params(ctypes.Structure):
     ]
 
 
-SLOTS = {
-    name: number
-    for number, name in enumerate(
-        "query key value out lse dout dlse delta dq dk dv row_intervals params".split()
-    )
-}
+SLOTS = [
+    *("query", "key", "value", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv"),
+    *("row_intervals", "params"),
+]
 
 
 def check_abi() -> None:
@@ -56,7 +55,8 @@ def check_abi() -> None:
     text = (SHADERS / "abi.h").read_text()
     pairs = re.findall(r"kBuffer(\w+) = (\d+)", text)
     found = {re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower(): int(number) for name, number in pairs}
-    assert found == SLOTS, f"shaders/abi.h changed: {found}"
+    wanted = {name: number for number, name in enumerate(SLOTS)}
+    assert found == wanted, f"shaders/abi.h changed: {found}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Case:
     value_dim: int = 12
     causal: bool = True
     dtype: str = "float32"
-    # "value": the value of the last key, which one row sees, is NaN; "query": query and dout of row 0 are.
+    # "value": the value of the last key, which one row sees, is NaN; "query": query and dout of row
+    # 0 are.
     non_finite: str = ""
     seed: int = 0
 
@@ -217,7 +218,9 @@ def compile_kernel(sim: Simulator, case: Case, kernel: str, folder: Path = SHADE
 
 
 def run_kernel(library: Library, case: Case, kernel: str, tensors: Tensors) -> Run:
-    """Dispatches one kernel over its whole grid; inputs it needs from earlier kernels are taken from `expected`."""
+    """Dispatches one kernel over its whole grid; inputs it needs from earlier kernels are taken
+    from `expected`.
+    """
     a = dict(tensors.arrays)
     if kernel.startswith("backward"):
         a["lse"] = np.ascontiguousarray(tensors.expected["lse"], np.float32)
@@ -246,7 +249,9 @@ OUTPUTS = {
 
 
 def worst_error(kernel: str, tensors: Tensors) -> float:
-    """Largest |result - expected| over the kernel's outputs; equal infinities and NaNs count as no error."""
+    """Largest |result - expected| over the kernel's outputs; equal infinities and NaNs count as no
+    error.
+    """
     worst = 0.0
     for name in OUTPUTS[kernel]:
         got, want = widen(tensors.arrays[name]), tensors.expected[name]

@@ -1,14 +1,15 @@
-"""Kernels of the simulated Metal device from Python: compile MSL, bind numpy arrays, dispatch, read reports.
+"""Kernels of the simulated Metal device from Python: compile MSL, bind numpy arrays, dispatch, read
+reports.
 
     from simulator import Simulator
-    sim = Simulator(map="apple", schedule="random", seed=3)          # METAL_SIM_* settings, lower case
-    library = sim.compile_file("shaders/forward.metal", append='template [[host_name("f")]] ...;')
+    sim = Simulator(map="apple", schedule="random", seed=3)  # METAL_SIM_* settings, lower case
+    library = sim.compile_file("shaders/forward.metal", append="FLASHATTN_INSTANTIATE(...)")
     kernel = library.kernel("f", {0: True, 3: np.float32(0.5)})       # function constants by index
     run = kernel(threadgroups=(4, 1, 1), threads=(128, 1, 1), buffers=[q, k, v, out, params])
     assert not run.reports, run.reports
 
-Arrays are used in place; a bytes object is a copy, as with setBytes. The library libmetal_sim.so is built with CMake on
-first use, into the cache folder.
+Arrays are used in place; a bytes object is a copy, as with setBytes. The library libmetal_sim.so is
+built with CMake on first use, into the cache folder.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _triple(values: Sequence[int] | None) -> Any:
 
 
 def _bits(value: Any) -> int:
-    """Object representation of a function constant. Python's bool, int and float are bool, int and float."""
+    """Object representation of a function constant. Python's bool, int and float are bool, int and
+    float.
+    """
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, int):
@@ -134,7 +137,9 @@ class Simulator:
     def compile_file(
         self, path: str | Path, append: str = "", macros: Sequence[str] = ()
     ) -> Library:
-        """A .metal file with lines appended (instantiations); includes are searched beside it and in shaders/."""
+        """A .metal file with lines appended (instantiations); includes are searched beside it and
+        in shaders/.
+        """
         path = Path(path)
         source = f'{path.read_text()}\n#line 1 "instantiations"\n{append}\n'
         return self.compile(source, path.name, [str(path.parent), str(SHADERS)], macros)

@@ -32,7 +32,7 @@ def test_shaders_are_clean(kernel: str, dtype: str) -> None:
 PROGRAM = """#include <metal_stdlib>
 using namespace metal;
 struct Params { uint n; };
-inline void add(threadgroup float* tile, device const float* source, uint i) { tile[i] += source[i]; }
+inline void add(threadgroup float* t, device const float* s, uint i) { t[i] += s[i]; }
 kernel void f(device const float* in [[buffer(0)]], device float* out [[buffer(1)]],
               constant Params& params [[buffer(2)]], uint tid [[thread_index_in_threadgroup]]) {
   threadgroup float tile[64];
@@ -71,8 +71,10 @@ def test_planted_mistakes_are_found(body: str) -> None:
 
 RIGHT = [
     "add(tile, in, tid); const Params copy = params; out[tid] = tile[tid] * float(copy.n);",
-    "threadgroup float* p = tile + 3; device float* q = out; thread float* r = local; q[0] = p[0] + r[0];",
-    "simdgroup_float8x8 m; simdgroup_load(m, tile, 8); simdgroup_store(m, out, 8, ulong2(0, 0), true);",
+    "threadgroup float* p = tile + 3; thread float* r = local; out[0] = p[0] + r[0];",
+    "device float* q = out; q[0] = 1.0f;",
+    "simdgroup_float8x8 m; simdgroup_load(m, tile, 8);",
+    "simdgroup_float8x8 m; simdgroup_store(m, out, 8, ulong2(0, 0), true);",
     "threadgroup float4* v = (threadgroup float4*)tile; v[0] = float4(1.0f, 2.0f, 3.0f, 4.0f);",
     "const uint n = params.n * 2u; out[0] = float(n);",
 ]

@@ -1,5 +1,6 @@
-"""Every barrier of every shader is deleted in turn: the checker must report the race, by file and line, in one run
-with the plain fifo schedule. A barrier that no case needs is listed here with the reason, and must stay silent.
+"""Every barrier of every shader is deleted in turn: the checker must report the race, by file and
+line, in one run with the plain fifo schedule. A barrier that no case needs is listed here with the
+reason, and must stay silent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from simulator import SHADERS, Simulator
 
 BARRIER = re.compile(r"\b(threadgroup|simdgroup)_barrier\([^;]*\);")
 
-# Several blocks on both sides, ragged ends, two heads per key head; then the paths for values that are not finite.
+# Several blocks on both sides, ragged ends, two heads per key head; then the paths for values that
+# are not finite.
 CASES = [
     Case(head_dim=12, value_dim=9),
     Case(head_dim=12, value_dim=9, non_finite="value"),

@@ -1,4 +1,4 @@
-"""The checker reports planted defects at their .metal line, and nothing on kernels that are right."""
+"""The checker reports planted defects at their .metal line, and nothing on right kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ HEAD = """
 using namespace metal;
 kernel void f(device const float* in [[buffer(0)]], device float* out [[buffer(1)]],
               constant uint& n [[buffer(2)]], uint tid [[thread_index_in_threadgroup]],
-              uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+              uint group [[threadgroup_position_in_grid]],
+              uint lane [[thread_index_in_simdgroup]]) {
+#define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
   threadgroup float tile[64];
   threadgroup float other[8];
 """
@@ -50,31 +52,36 @@ FAULTS = {
         r"race on threadgroup 'tile': read at program.metal:3 .* earlier write at program.metal:1",
     ),
     "a write after a read by another simdgroup": (
-        "tile[tid] = 0.0f;\nthreadgroup_barrier(mem_flags::mem_threadgroup);\n"
-        "out[tid] = tile[63 - tid];\ntile[tid] = 1.0f;",
+        "tile[tid] = 0.0f;\nBARRIER;\nout[tid] = tile[63 - tid];\ntile[tid] = 1.0f;",
         1,
         r"race on threadgroup 'tile': write at program.metal:4 .* earlier read at program.metal:3",
     ),
     "a write after reads by several lanes of one simdgroup": (
-        "if (tid == 0) tile[0] = 0.0f;\nthreadgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "if (tid == 0) tile[0] = 0.0f;\nBARRIER;\n"
         "if (tid < 32) out[tid] = tile[0];\nif (tid == 31) tile[0] = 1.0f;",
         1,
         r"race on threadgroup 'tile': write at program.metal:4 .* earlier read at program.metal:3",
     ),
     "barrier with mem_none": (
-        "tile[tid] = in[tid];\nthreadgroup_barrier(mem_flags::mem_none);\nout[tid] = tile[63 - tid];",
+        "tile[tid] = in[tid];\n"
+        "threadgroup_barrier(mem_flags::mem_none);\n"
+        "out[tid] = tile[63 - tid];",
         1,
-        r"read at program.metal:3 .* barrier at program.metal:2 does not name this memory in its mem_flags",
+        r"read at program.metal:3 .* barrier at program.metal:2 does not name this memory "
+        r"in its mem_flags",
     ),
     "barrier with mem_device for threadgroup memory": (
-        "tile[tid] = in[tid];\nthreadgroup_barrier(mem_flags::mem_device);\nout[tid] = tile[63 - tid];",
+        "tile[tid] = in[tid];\n"
+        "threadgroup_barrier(mem_flags::mem_device);\n"
+        "out[tid] = tile[63 - tid];",
         1,
         r"read at program.metal:3 .* barrier at program.metal:2 does not name",
     ),
     "barrier with mem_threadgroup for device memory": (
-        "out[tid] = 1.0f;\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nout[tid + 64] = out[63 - tid];",
+        "out[tid] = 1.0f;\nBARRIER;\nout[tid + 64] = out[63 - tid];",
         1,
-        r"race on device 'out': read at program.metal:3 .* barrier at program.metal:2 does not name",
+        r"race on device 'out': read at program.metal:3 .* barrier at program.metal:2 "
+        r"does not name",
     ),
     "race between threadgroups": (
         "out[tid] = in[tid];",
@@ -84,7 +91,8 @@ FAULTS = {
     "device read out of bounds": (
         "const uint i = tid + 1;\nout[tid] = in[i];",
         1,
-        r"out-of-bounds read of 4 bytes in device memory at program.metal:2: byte 256 of 'in', which has 256",
+        r"out-of-bounds read of 4 bytes in device memory at program.metal:2: byte 256 of "
+        r"'in', which has 256",
     ),
     "device write out of bounds": (
         "out[2 * tid + 2] = 1.0f;",
@@ -92,17 +100,19 @@ FAULTS = {
         r"out-of-bounds write of 4 bytes in device memory at program.metal:1: byte 512 of 'out'",
     ),
     "threadgroup read out of bounds": (
-        "other[tid % 8] = 0.0f;\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nout[tid] = other[tid % 9];",
+        "other[tid % 8] = 0.0f;\nBARRIER;\nout[tid] = other[tid % 9];",
         1,
-        r"out-of-bounds read of 4 bytes in threadgroup memory at program.metal:3: byte 32 of 'other'",
+        r"out-of-bounds read of 4 bytes in threadgroup memory at program.metal:3: byte 32 "
+        r"of 'other'",
     ),
     "threadgroup write out of bounds": (
         "tile[tid + 4] = in[tid];",
         1,
-        r"out-of-bounds write of 4 bytes in threadgroup memory at program.metal:1: byte 256 of 'tile'",
+        r"out-of-bounds write of 4 bytes in threadgroup memory at program.metal:1: byte "
+        r"256 of 'tile'",
     ),
     "uninitialised threadgroup read": (
-        "if (tid != 5) tile[tid] = in[tid];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nout[tid] = tile[tid];",
+        "if (tid != 5) tile[tid] = in[tid];\nBARRIER;\nout[tid] = tile[tid];",
         1,
         r"uninitialised read of threadgroup 'tile' \(byte 20\) at program.metal:3 by thread 5",
     ),
@@ -117,13 +127,13 @@ FAULTS = {
         r"write to read-only buffer 'n' at program.metal:2",
     ),
     "divergent threadgroup barrier": (
-        "if (tid < 32) threadgroup_barrier(mem_flags::mem_threadgroup);\nelse\n"
-        "  threadgroup_barrier(mem_flags::mem_threadgroup);\nout[tid] = 1.0f;",
+        "if (tid < 32) BARRIER;\nelse\n  BARRIER;\nout[tid] = 1.0f;",
         1,
-        r"divergent barrier: threads meet in threadgroup_barrier at program.metal:(1|3) and .*:(1|3)",
+        r"divergent barrier: threads meet in threadgroup_barrier at program.metal:(1|3) "
+        r"and .*:(1|3)",
     ),
     "barrier skipped by an early return": (
-        "if (tid >= 40) return;\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nout[tid] = 1.0f;",
+        "if (tid >= 40) return;\nBARRIER;\nout[tid] = 1.0f;",
         1,
         r"divergent barrier: .*program.metal:2",
     ),
@@ -159,20 +169,25 @@ def test_a_constant_without_value_is_reported(simulator: Simulator) -> None:
 
 
 RIGHT = {
-    "barrier between": "tile[tid] = in[tid];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nout[tid] = tile[63 - tid];",
+    "barrier between": "tile[tid] = in[tid];\nBARRIER;\nout[tid] = tile[63 - tid];",
     "simdgroup barrier within a simdgroup": (
-        "tile[tid] = in[tid];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\nout[tid] = tile[tid ^ 31];"
+        "tile[tid] = in[tid];\n"
+        "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
+        "out[tid] = tile[tid ^ 31];"
     ),
     "own element": "tile[tid] = in[tid];\nout[tid] = tile[tid];",
     "neighbouring halves": (
-        "threadgroup half* h = (threadgroup half*)tile;\nh[tid] = half(in[tid]);\nout[tid] = float(h[tid]);"
+        "threadgroup half* h = (threadgroup half*)tile;\n"
+        "h[tid] = half(in[tid]);\n"
+        "out[tid] = float(h[tid]);"
     ),
     "device barrier": (
-        "out[tid] = in[tid];\nthreadgroup_barrier(mem_flags::mem_device);\nout[tid + 64] = out[63 - tid];"
+        "out[tid] = in[tid];\n"
+        "threadgroup_barrier(mem_flags::mem_device);\n"
+        "out[tid + 64] = out[63 - tid];"
     ),
     "uniform branch around a barrier": (
-        "if (n == 64) { tile[tid] = in[tid];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\n"
-        "out[tid] = tile[63 - tid]; }"
+        "if (n == 64) { tile[tid] = in[tid];\nBARRIER;\nout[tid] = tile[63 - tid]; }"
     ),
 }
 

@@ -1,4 +1,6 @@
-"""The simulated device runs MSL: language, matrices under every map, lane operations, limits, threads and processes."""
+"""The simulated device runs MSL: language, matrices under every map, lane operations, limits,
+threads and processes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def compute(
     """out[i] = expression of x = in[i], over 32 lanes of one simdgroup."""
     source = f"""{PRELUDE}
     kernel void f(device const {inputs}* in [[buffer(0)]], device {dtype}* out [[buffer(1)]],
-                  uint i [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {{
+                  uint i [[thread_index_in_threadgroup]]) {{
       const {inputs} x = in[i];
       out[i] = {dtype}({expression});
     }}"""
@@ -98,7 +100,8 @@ def test_narrow_types_round_to_nearest_even(dtype: str, simulator: Simulator) ->
 
 MATRIX = """
 template <typename T, typename A>
-kernel void product(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]], device float* c [[buffer(2)]]) {{
+kernel void product(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]],
+                    device float* c [[buffer(2)]]) {{
   simdgroup_matrix<T, 8, 8> x, y;
   simdgroup_matrix<A, 8, 8> sum = make_filled_simdgroup_matrix<A, 8, 8>(A(1.0f));
   simdgroup_load(x, a, 10);
@@ -111,7 +114,8 @@ kernel void product(device const T* a [[buffer(0)]], device const T* b [[buffer(
   wide.thread_elements()[1] = float(sum.thread_elements()[1]);
   simdgroup_store(wide, c, 8);
 }}
-template [[host_name("p")]] kernel void product<{types}>(device const {stored}*, device const {stored}*, device float*);
+template [[host_name("p")]] kernel void product<{types}>(device const {stored}*,
+                                                         device const {stored}*, device float*);
 """
 
 
@@ -156,7 +160,10 @@ def test_every_map_is_a_bijection_and_maps_differ(simulator: Simulator) -> None:
 
 def test_an_undefined_matrix_is_nan(simulator: Simulator) -> None:
     source = f"""{PRELUDE}
-    kernel void f(device float* out [[buffer(0)]]) {{ simdgroup_float8x8 m; simdgroup_store(m, out, 8); }}"""
+    kernel void f(device float* out [[buffer(0)]]) {{
+      simdgroup_float8x8 m;
+      simdgroup_store(m, out, 8);
+    }}"""
     out = np.zeros(64, np.float32)
     simulator.compile(source).kernel("f")((1, 1, 1), (32, 1, 1), [out])
     assert np.isnan(out).all()
@@ -279,9 +286,9 @@ def test_processes_share_the_cache(tmp_path: Path) -> None:
     """Four processes ask for one module at once: one compiles, nobody fails."""
     program = (
         "from simulator import Simulator\n"
-        "s = Simulator(cache=r'%s')\n"
+        f"s = Simulator(cache=r'{tmp_path}')\n"
         "print(s.compile('kernel void f(device float* o [[buffer(0)]]) {}').function_names())\n"
-    ) % tmp_path
+    )
     children = [
         subprocess.Popen(
             [sys.executable, "-c", program], cwd=METAL, stdout=subprocess.PIPE, text=True

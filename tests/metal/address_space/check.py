@@ -1,10 +1,12 @@
-"""`check.py FILE.metal [--append LINE]`: are all pointers and references of a shader in the right address space?
+"""`check.py FILE.metal [--append LINE]`: are all pointers and references of a shader in the right
+address space?
 
-The simulated device drops address spaces, Metal's compiler does not. Clang's C++ for OpenCL has the same four under
-other names, so its front end finds a device pointer where a threadgroup one is wanted. Two passes, because OpenCL
-copies no class object out of the constant address space, and Metal does: in each pass two of the spaces share one
-OpenCL space, in the other pass these two differ. Pointers without any address space, which Metal refuses and OpenCL
-takes for generic ones, are found by a token search.
+The simulated device drops address spaces, Metal's compiler does not. Clang's C++ for OpenCL has the
+same four under other names, so its front end finds a device pointer where a threadgroup one is
+wanted. Two passes, because OpenCL copies no class object out of the constant address space, and
+Metal does: in each pass two of the spaces share one OpenCL space, in the other pass these two
+differ. Pointers without any address space, which Metal refuses and OpenCL takes for generic ones,
+are found by a token search.
 
 Does not check the rest of the language: that is the translator's compiler.
 """
@@ -15,10 +17,10 @@ import argparse
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "translate"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "translate"))
 
 from build_kernel import find_clang
 from kernels import attribute, strip_attributes
@@ -37,6 +39,7 @@ from tokens import (
     tokenize,
 )
 
+HERE = Path(__file__).resolve().parent
 SPACES = ("device", "threadgroup", "constant", "thread")
 PASSES = (
     {"device": "__global", "constant": "__global const", "threadgroup": "__local"},
@@ -60,7 +63,7 @@ def declared_types(tokens: list[Token]) -> set[str]:
     """Names after struct, class, typename: types of the program and template parameters."""
     plain = significant(tokens)
     keywords = ("struct", "class", "typename")
-    return {b.text for a, b in zip(plain, plain[1:], strict=False) if a.text in keywords}
+    return {b.text for a, b in pairwise(plain) if a.text in keywords}
 
 
 def unqualified(tokens: list[Token]) -> list[str]:
@@ -89,14 +92,15 @@ def unqualified(tokens: list[Token]) -> list[str]:
         )
         is_type = bool(before) and (BUILTIN.match(before[-1].text) or before[-1].text in types)
         if is_type and after.kind == "name" and not statement & set(SPACES):
-            messages.append(
-                f"{file}:{line}: error: '{before[-1].text}{token.text} {after.text}' has no address space"
-            )
+            declarator = f"{before[-1].text}{token.text} {after.text}"
+            messages.append(f"{file}:{line}: error: '{declarator}' has no address space")
     return messages
 
 
 def threadgroup_declaration(statement: list[Token]) -> str | None:
-    """OpenCL forbids such arrays outside kernels, and templates are no kernels: a reference of that type."""
+    """OpenCL forbids such arrays outside kernels, and templates are no kernels: a reference of that
+    type.
+    """
     _, rest = take_alignment(strip_attributes(significant(statement))[0])
     first = first_declarator(rest)
     if first is None:
@@ -160,7 +164,9 @@ def function_constant(tokens: list[Token], position: int) -> str | None:
 
 
 def vector_constructor(tokens: list[Token], position: int) -> int | None:
-    """Index of the last token of a vector type that is followed by '(': a constructor, in OpenCL a cast."""
+    """Index of the last token of a vector type that is followed by '(': a constructor, in OpenCL a
+    cast.
+    """
     end = position
     if tokens[position].text == "vec" and tokens[next_index(tokens, position)].text == "<":
         end = matching_angle(tokens, next_index(tokens, position))

@@ -1,8 +1,9 @@
 """MSL -> CUDA: one shader with its instantiations becomes one .cu unit for the check program.
 
-Stands on the simulated device's translator and changes what CUDA spells differently: threadgroup arrays are
-__shared__, functions are __device__, kernels get a __global__ wrapper that registers itself under its host name and
-the unit's name. Line markers stay, so the sanitizers name .metal lines.
+Stands on the simulated device's translator and changes what CUDA spells differently: threadgroup
+arrays are __shared__, functions are __device__, kernels get a __global__ wrapper that registers
+itself under its host name and the unit's name. Line markers stay, so the sanitizers name .metal
+lines.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class CudaRewriter(Rewriter):
     end_of_declarations = ""
 
     def array_text(self, kind: str, name: str, dimensions: str, alignment: str) -> str:
-        # What MSL promises is the natural alignment; shaders that read through float4 say alignas(16).
+        # What MSL promises is the natural alignment; shaders that read through float4 say
+        # alignas(16).
         align = f"alignas({alignment}) " if alignment != "1" else ""
         return f"__shared__ {align}{kind} {name}{dimensions};"
 
@@ -119,7 +121,9 @@ def wrapper(number: int, instance: Instance, kernel: Kernel, reference_type: str
     )
 
 
-def translate(source: str, file_name: str, includes: list[str], unit: str, settings: dict[str, str]) -> str:
+def translate(
+    source: str, file_name: str, includes: list[str], unit: str, settings: dict[str, str]
+) -> str:
     """Text of the unit. `settings`: METAL_CUDA_* macros (map, function constants)."""
     rewriter = CudaRewriter(tokenize(preprocess(source, file_name, find_clang(""), includes, [])))
     body = rewriter.run()

@@ -1,8 +1,9 @@
-"""Writes the units of the check program into a folder: `plan.py BUILD_FOLDER`, then `make -C BUILD_FOLDER -j`.
+"""Writes the units of the check program into a folder: `plan.py BUILD_FOLDER`, then `make -C
+BUILD_FOLDER -j`.
 
-Units: every kernel at the sizes that matter and in the three storage types (map 1, Apple's), the float32 kernels under
-two more maps, and one unit per planted fault: each barrier of each shader deleted, and reads out of bounds. The
-shaders are those of the working tree.
+Units: every kernel at the sizes that matter and in the three storage types (map 1, Apple's), the
+float32 kernels under two more maps, and one unit per planted fault: each barrier of each shader
+deleted, and reads out of bounds. The shaders are those of the working tree.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from msl_to_cuda import translate
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 SHADERS = ROOT / "shaders"
-sys.path.insert(0, str(HERE))
-
-from msl_to_cuda import translate
 
 BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 BLOCK_ROWS, BLOCK_COLUMNS, DELTA_ROWS = 32, 16, 4
@@ -36,7 +38,8 @@ STORAGES = {
 SMALL = ("float", 32, 16)
 SIZES = [SMALL, ("float", 64, 64), ("float", 128, 128), ("half", 64, 64), ("Bfloat16", 64, 64)]
 
-# Faults besides deleted barriers: name, file, text, replacement. Every text must occur exactly once.
+# Faults besides deleted barriers: name, file, text, replacement. Every text must occur exactly
+# once.
 EDITS = [
     ("unchecked_rows", "tile.h", "if (r < valid_rows && d < dim) {", "if (d < dim) {"),
     ("unchecked_columns", "tile.h", "if (r < valid_rows && d < dim) {", "if (r < valid_rows) {"),
@@ -71,7 +74,9 @@ def instantiation(shader: str, instance: tuple[str, int, int]) -> str:
 
 
 def barrier_units() -> list[Unit]:
-    """One unit per barrier and shader that holds it; a barrier of a header is deleted for each shader that calls it."""
+    """One unit per barrier and shader that holds it; a barrier of a header is deleted for each
+    shader that calls it.
+    """
     units = []
     for path in sorted([*SHADERS.glob("*.metal"), *SHADERS.glob("*.h")]):
         text = path.read_text()
@@ -135,7 +140,8 @@ def write_unit(unit: Unit, folder: Path) -> None:
 
 MAKEFILE = """NVCC ?= nvcc
 ARCH ?= native
-FLAGS = -O2 -std=c++17 -arch=$(ARCH) -lineinfo -I{here} -I{root} -I. -diag-suppress 177,550,186,39,179
+FLAGS = -O2 -std=c++17 -arch=$(ARCH) -lineinfo -I{here} -I{root} -I.
+FLAGS += -diag-suppress 177,550,186,39,179
 OBJECTS = {objects}
 check: $(OBJECTS)
 \t$(NVCC) -arch=$(ARCH) -o $@ $(OBJECTS) -lpthread
@@ -158,7 +164,9 @@ def main() -> None:
     (folder / "plan.inc").write_text("".join(entries))
     (folder / "faults.txt").write_text("".join(f"{unit.name}\n" for unit in units if unit.fault))
     objects = " ".join([*(f"{unit.name}.o" for unit in units), "check.o", "problem.o"])
-    here = Path("../" * len(folder.relative_to(ROOT).parts)) if folder.is_relative_to(ROOT) else ROOT
+    here = (
+        Path("../" * len(folder.relative_to(ROOT).parts)) if folder.is_relative_to(ROOT) else ROOT
+    )
     makefile = MAKEFILE.format(here=here / HERE.relative_to(ROOT), root=here, objects=objects)
     (folder / "Makefile").write_text(makefile)
     print(f"{len(units)} units, {sum(unit.fault for unit in units)} of them with a planted fault")

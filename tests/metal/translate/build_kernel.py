@@ -1,7 +1,8 @@
-"""`build_kernel.py --source X.metal --output X.so [...]`: one MSL program to one module for the simulated device.
+"""`build_kernel.py --source X.metal --output X.so [...]`: one MSL program to one module for the
+simulated device.
 
-The runtime starts it on a cache miss and shows what it prints to stderr as the compile log. --keep leaves the
-translated C++ beside the output.
+The runtime starts it on a cache miss and shows what it prints to stderr as the compile log. --keep
+leaves the translated C++ beside the output.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ COMPILE += ["-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing"]
 COMPILE += ["-gline-tables-only", "-gdwarf-4", "-fno-stack-protector", "-Wno-everything"]
 COMPILE += ["-Werror=double-promotion", "-Werror=return-type", "-Werror=uninitialized"]
 
-# -fsanitize=thread is used for its instrumentation alone: checker/hooks.cpp is linked instead of a sanitizer runtime.
+# -fsanitize=thread is used for its instrumentation alone: checker/hooks.cpp is linked instead of a
+# sanitizer runtime.
 CHECK = ["-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
 CHECK += ["-ftrivial-auto-var-init=pattern", "-DMETAL_SIM_CHECK=1"]
 
@@ -61,7 +63,9 @@ def find_clang(given: str) -> list[str]:
 
 
 def target_flags(clang: list[str]) -> list[str]:
-    """Target and builtin headers; conversions of half need one instruction, or clang calls a library function."""
+    """Target and builtin headers; conversions of half need one instruction, or clang calls a
+    library function.
+    """
     machine = platform.machine()
     flags = [f"--target={machine}-linux-gnu"]
     if machine == "x86_64":

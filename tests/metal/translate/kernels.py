@@ -1,6 +1,7 @@
 """Kernel declarations and explicit instantiations: what the program offers to the host, by name.
 
-Reads token ranges, writes nothing; rewrite.py finds the ranges and tables.py prints what is collected here.
+Reads token ranges, writes nothing; rewrite.py finds the ranges and tables.py prints what is
+collected here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ INDICES = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """kind: buffer, constant, threadgroup (index is a C++ expression), position or index (index is the field)."""
+    """kind: buffer, constant, threadgroup (index is a C++ expression), position or index (index is
+    the field).
+    """
 
     kind: str
     index: str
@@ -77,7 +80,9 @@ class Program:
 
 
 def attribute(tokens: list[Token], name: str) -> list[Token] | None:
-    """Argument tokens of attribute `name(...)` anywhere in the tokens of one or more [[...]]; [] without a list."""
+    """Argument tokens of attribute `name(...)` anywhere in the tokens of one or more [[...]]; []
+    without a list.
+    """
     for position, token in enumerate(tokens):
         if token.kind == "name" and token.text == name:
             rest = tokens[position + 1 :]
@@ -95,7 +100,7 @@ def strip_attributes(tokens: list[Token]) -> tuple[list[Token], list[Token]]:
     while position < len(tokens):
         if tokens[position].text == "[[":
             end = matching(tokens, position)
-            inside += tokens[position + 1 : end] + [Token("symbol", ",")]
+            inside += [*tokens[position + 1 : end], Token("symbol", ",")]
             position = end + 1
         else:
             outside.append(tokens[position])
@@ -136,7 +141,9 @@ def parse_kernel(
 
 
 def parse_instantiation(tokens: list[Token]) -> Instance | None:
-    """`template [[host_name("n")]] [[kernel]] void f<...>(...)`, also with decltype(f<...>) f<...>; without the ';'."""
+    """`template [[host_name("n")]] [[kernel]] void f<...>(...)`, also with decltype(f<...>) f<...>;
+    without the ';'.
+    """
     declaration, attributes = strip_attributes(significant(tokens))
     literals = attribute(attributes, "host_name")
     if literals is None:

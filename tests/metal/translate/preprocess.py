@@ -1,4 +1,4 @@
-"""Runs `clang -E` over an MSL program. Line markers stay, so all later messages carry .metal lines."""
+"""Runs `clang -E` over an MSL program. Line markers stay: all later messages carry .metal lines."""
 
 from __future__ import annotations
 

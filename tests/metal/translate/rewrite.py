@@ -4,7 +4,8 @@
 * arrays declared `threadgroup` inside a kernel become references into the threadgroup's memory;
 * `constant T x [[function_constant(n)]]` becomes a stateless object that asks the runtime;
 * explicit instantiations with host_name go and are recorded;
-* floatN(...) and vec<T, N>(...) become metal_sim::make<...>(...): clang vectors have no constructors.
+* floatN(...) and vec<T, N>(...) become metal_sim::make<...>(...): clang vectors have no
+  constructors.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Rewriter:
         return position
 
     def append_statement(self, text: str, replaced: list[Token]) -> None:
-        """Text that ends in ';' in place of the tokens; the ';' stays a token, at_statement() looks for it."""
+        """Text that ends in ';' in place of the tokens; the ';' stays a token, at_statement() looks
+        for it.
+        """
         self.out += [symbol(text.rstrip(" ;") + newlines(replaced)), symbol(";")]
 
     def copy(self) -> None:
@@ -204,7 +207,7 @@ class Rewriter:
         return False
 
     def mark_kernel(self) -> None:
-        """At `kernel` or at the void of `[[kernel]] void`: records the kernel and its body's scope."""
+        """At `kernel` or the void of `[[kernel]] void`: records the kernel and its body's scope."""
         position = self.position
         while self.tokens[position].text != "(":
             position += 1
@@ -248,7 +251,9 @@ class Rewriter:
         return False
 
     def on_threadgroup(self) -> bool:
-        """A threadgroup array or variable in a kernel; qualifiers of pointers are left to the caller."""
+        """A threadgroup array or variable in a kernel; qualifiers of pointers are left to the
+        caller.
+        """
         if not (self.in_kernel and self.at_statement()):
             return False
         end = self.statement_end(self.position)
@@ -314,7 +319,9 @@ def take_alignment(statement: list[Token]) -> tuple[str, list[Token]]:
 
 
 def first_declarator(statement: list[Token]) -> int | None:
-    """Index of the first declared name of `T a[n], b`; None for pointers, references and anything initialised."""
+    """Index of the first declared name of `T a[n], b`; None for pointers, references and anything
+    initialised.
+    """
     position = 0
     while position < len(statement):
         text = statement[position].text

@@ -1,4 +1,6 @@
-"""The C++ appended to a translated program: one thunk per host name, the kernel and constant tables, the entry point."""
+"""The C++ appended to a translated program: one thunk per host name, the kernel and constant
+tables, the entry point.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ def instance_text(number: int, instance: Instance, kernel: Kernel) -> str:
     call = ", ".join(call_argument(parameter) for parameter in kernel.parameters)
     specs = ", ".join(argument_spec(parameter) for parameter in kernel.parameters)
     count = len(kernel.parameters)
-    text = f"METAL_SIM_THUNK void invoke_{number}(const abi::Invocation& invocation) {{ ::{function}({call}); }}\n"
+    thunk = f"METAL_SIM_THUNK void invoke_{number}(const abi::Invocation& invocation)"
+    text = f"{thunk} {{ ::{function}({call}); }}\n"
     text += f"static constexpr abi::ArgumentSpec specs_{number}[{count}] = {{{specs}}};\n"
-    text += f"static constexpr auto arguments_{number} = argument_list(&::{function}, specs_{number});\n"
+    value = f"argument_list(&::{function}, specs_{number})"
+    text += f"static constexpr auto arguments_{number} = {value};\n"
     return text
 
 
@@ -41,7 +45,8 @@ def limits_text(kernel: Kernel) -> str:
     if not kernel.max_threads:
         return ""
     header = f"{kernel.template_header} " if kernel.template_header else ""
-    return f"{header}constexpr uint32_t max_threads_{kernel.name}() {{ return {kernel.max_threads}; }}\n"
+    function = f"constexpr uint32_t max_threads_{kernel.name}()"
+    return f"{header}{function} {{ return {kernel.max_threads}; }}\n"
 
 
 def kernel_row(number: int, instance: Instance, kernel: Kernel) -> str:

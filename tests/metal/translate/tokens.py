@@ -1,6 +1,7 @@
 """Tokens of a preprocessed MSL program, and a cursor that skips blanks and matches brackets.
 
-White space and line markers are tokens too, so that joining all texts gives the program back with its lines.
+White space and line markers are tokens too, so that joining all texts gives the program back with
+its lines.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def next_index(tokens: list[Token], index: int) -> int:
 
 
 def matching(tokens: list[Token], index: int) -> int:
-    """Index of the bracket that closes the one at `index`. `]]` closes two single brackets where it must."""
+    """Index of the bracket that closes the one at `index`. `]]` closes two single brackets where it
+    must.
+    """
     stack: list[str] = []
     for position in range(index, len(tokens)):
         text = tokens[position].text
@@ -82,7 +85,9 @@ def matching(tokens: list[Token], index: int) -> int:
 
 
 def matching_angle(tokens: list[Token], index: int) -> int:
-    """Index of the `>` that closes the `<` at `index` (template argument lists: no shifts or comparisons inside)."""
+    """Index of the `>` that closes the `<` at `index` (template argument lists: no shifts or
+    comparisons inside).
+    """
     depth = 0
     position = index
     while position < len(tokens):
