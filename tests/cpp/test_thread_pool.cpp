@@ -15,8 +15,9 @@
 #include "cpu/thread_pool.h"
 #include "flashattn/error.h"
 
-#if defined(__SANITIZE_THREAD__)
-// ThreadSanitizer ends a child of a process with threads on purpose.
+#if defined(__SANITIZE_THREAD__) || defined(FLASHATTN_TESTS_EMULATED)
+// In a child of a process with threads, ThreadSanitizer ends on purpose, and qemu cannot start a
+// thread.
 constexpr bool kForkWorks = false;
 #else
 constexpr bool kForkWorks = true;
