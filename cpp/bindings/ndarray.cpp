@@ -135,6 +135,12 @@ bool negated(nb::handle tensor) {
   return answer.ptr() != Py_False;
 }
 
+// Subclasses included: adapt makes plain tensors of them.
+bool is_tensor(nb::handle array) {
+  return known.tensor != nullptr &&
+         PyType_IsSubtype(Py_TYPE(array.ptr()), reinterpret_cast<PyTypeObject*>(known.tensor)) != 0;
+}
+
 void register_torch(nb::handle tensor, nb::handle parameter) {
   const nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
   if (!PyCapsule_CheckExact(capsule.ptr())) return;
@@ -184,14 +190,18 @@ ArrayArgument::ArrayArgument(ArgumentName name, nb::handle array, Access access)
 
 // False when the array can only be used, or its refusal only be explained, by adapt.
 bool ArrayArgument::import_in_place(ArgumentName name, nb::handle array, Access access) {
-  if (!import_torch(array) && !import_bfloat16(array, access) && !import_any(array, access)) {
-    return false;
-  }
-  if (!to_dtype(dtype_, view_.dtype)) {
-    throw InvalidType(prefix(name) + ".dtype (" + dlpack_name(dtype_) +
-                      ") must be a dtype that attention can read");
-  }
+  const bool imported = is_tensor(array)
+                            ? import_torch(array)
+                            : import_bfloat16(array, access) || import_any(array, access);
+  if (!imported) return false;
+  read_dtype(name);
   return view_.device == DeviceKind::kMetal || !misaligned(view_);
+}
+
+void ArrayArgument::read_dtype(ArgumentName name) {
+  if (to_dtype(dtype_, view_.dtype)) return;
+  throw InvalidType(prefix(name) + ".dtype (" + dlpack_name(dtype_) +
+                    ") must be a dtype that attention can read");
 }
 
 bool ArrayArgument::import_torch(nb::handle array) {
@@ -257,10 +267,7 @@ void ArrayArgument::import_adapted(ArgumentName name, nb::handle array, Access a
   if (nb::cast<bool>(result[1])) {
     dtype_ = {.code = static_cast<std::uint8_t>(DTypeCode::Bfloat), .bits = 16, .lanes = 1};
   }
-  if (!to_dtype(dtype_, view_.dtype)) {
-    throw InvalidType(prefix(name) + ".dtype (" + dlpack_name(dtype_) +
-                      ") must be a dtype that attention can read");
-  }
+  read_dtype(name);
   if (nb::cast<bool>(result[2])) copied += bytes_of(view_);
 }
 

@@ -40,6 +40,7 @@ class ArrayArgument {
   bool import_bfloat16(nb::handle array, Access access);
   bool import_any(nb::handle array, Access access);
   void import_adapted(ArgumentName name, nb::handle array, Access access);
+  void read_dtype(ArgumentName name);
   void check_memory(ArgumentName name) const;
 
   nb::ndarray<nb::ro> array_;  // what keeps an imported array's memory alive

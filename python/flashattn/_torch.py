@@ -5,6 +5,7 @@ Imported when the first torch tensor arrives. Nothing is compiled against torch.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,10 +118,10 @@ def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, 
     copied = plain.is_neg()
     if copied:
         plain = plain.resolve_neg()
-    try:
-        address = plain.data_ptr()
-    except RuntimeError:
-        address = 0
+    address = 0
+    if not hasattr(tensor, "fake_mode"):  # asking a fake tensor for its address is a warning
+        with contextlib.suppress(RuntimeError):
+            address = plain.data_ptr()
     if address == 0 and plain.numel() != 0:
         raise TypeError(
             f"{label} must have memory of its own (this is a fake, vmapped or symbolic tensor)"
