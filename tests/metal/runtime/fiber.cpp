@@ -15,6 +15,7 @@
 #endif
 #endif
 #ifdef METAL_SIM_ASAN
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -40,6 +41,10 @@ void Fiber::prepare(void (*entry)()) {
     mprotect(mapping_, kGuardBytes, PROT_NONE);
     stack_ = mapping_ + kGuardBytes;
   }
+#ifdef METAL_SIM_ASAN
+  // The frames of the last use were abandoned, not left: their red zones are still marked.
+  ASAN_UNPOISON_MEMORY_REGION(stack_, kStackBytes);
+#endif
   std::uintptr_t* top = reinterpret_cast<std::uintptr_t*>(stack_ + kStackBytes - 64);
 #if defined(__x86_64__)
   // Six registers and the return address; the slot above it makes the stack look as after a call.
