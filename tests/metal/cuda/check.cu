@@ -4,8 +4,8 @@
 //   check fault NAME              the small problems on the unit with that planted fault
 //   check list                    the entries
 //
-// Inputs that a kernel takes from an earlier one (lse, delta) come from the reference, so that a wrong kernel shows
-// under its own name. Outputs are filled with NaN first.
+// Inputs that a kernel takes from an earlier one (lse, delta) come from the reference, so that a
+// wrong kernel shows under its own name. Outputs are filled with NaN first.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -23,14 +23,14 @@ namespace {
 
 namespace abi = flashattn::metal::abi;
 
-#define CHECK_CUDA(call)                                                              \
-  do {                                                                                \
-    const cudaError_t status = (call);                                                \
-    if (status != cudaSuccess) {                                                      \
-      std::fprintf(stderr, "CUDA error at %s:%d: %s\n", __FILE__, __LINE__,           \
-                   cudaGetErrorString(status));                                       \
-      std::exit(2);                                                                   \
-    }                                                                                 \
+#define CHECK_CUDA(call)                                                    \
+  do {                                                                      \
+    const cudaError_t status = (call);                                      \
+    if (status != cudaSuccess) {                                            \
+      std::fprintf(stderr, "CUDA error at %s:%d: %s\n", __FILE__, __LINE__, \
+                   cudaGetErrorString(status));                             \
+      std::exit(2);                                                         \
+    }                                                                       \
   } while (0)
 
 enum class Kind { kForward, kDelta, kBackwardDq, kBackwardDv, kBackwardDk };
@@ -121,9 +121,12 @@ class Binding {
     set(abi::kBufferKey, r.key, storage_);
     set(abi::kBufferValue, r.value, storage_);
     set(abi::kBufferDout, r.dout, storage_);
-    set(abi::kBufferOut, entry.kind == Kind::kDelta ? narrow(r.out.value) : nans(r.dout.size()), storage_);
-    set(abi::kBufferLse, backward ? narrow(r.lse.value) : nans(r.lse.value.size()), Storage::kFloat32);
-    set(abi::kBufferDelta, backward ? narrow(r.delta.value) : nans(r.lse.value.size()), Storage::kFloat32);
+    set(abi::kBufferOut, entry.kind == Kind::kDelta ? narrow(r.out.value) : nans(r.dout.size()),
+        storage_);
+    set(abi::kBufferLse, backward ? narrow(r.lse.value) : nans(r.lse.value.size()),
+        Storage::kFloat32);
+    set(abi::kBufferDelta, backward ? narrow(r.delta.value) : nans(r.lse.value.size()),
+        Storage::kFloat32);
     set(abi::kBufferDlse, std::vector<float>(r.lse.value.size(), 0.0f), Storage::kFloat32);
     set(abi::kBufferDq, nans(r.query.size()), storage_);
     set(abi::kBufferDk, nans(r.key.size()), storage_);
@@ -147,7 +150,8 @@ class Binding {
         arguments.push_back(&pointers[i]);
       }
     }
-    CHECK_CUDA(cudaLaunchKernel(kernel.function, dim3(groups), dim3(threads), arguments.data(), 0, nullptr));
+    CHECK_CUDA(cudaLaunchKernel(kernel.function, dim3(groups), dim3(threads), arguments.data(), 0,
+                                nullptr));
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
@@ -165,8 +169,9 @@ class Binding {
   std::map<unsigned, std::unique_ptr<Buffer>> buffers_;
 };
 
-// Roundings of float32 that the sum of absolute terms may be off by: products, sums and one exponential, grown by
-// the length of the sums' trees. The distance from the bound is printed, so that a drift shows.
+// Roundings of float32 that the sum of absolute terms may be off by: products, sums and one
+// exponential, grown by the length of the sums' trees. The distance from the bound is printed, so
+// that a drift shows.
 constexpr double kRoundings = 32;
 
 struct Outcome {
@@ -182,7 +187,8 @@ Outcome compare(const std::vector<float>& got, const Expected& expected, Storage
     const double error = std::fabs(got[i] - want);
     const double bound = kRoundings * rounding_unit(Storage::kFloat32) * expected.magnitude[i] +
                          rounding_unit(storage) * std::fabs(want) + 1e-30;
-    const double share = std::isnan(error / bound) ? std::numeric_limits<double>::infinity() : error / bound;
+    const double share =
+        std::isnan(error / bound) ? std::numeric_limits<double>::infinity() : error / bound;
     outcome.worst_error = std::fmax(outcome.worst_error, std::isnan(error) ? share : error);
     outcome.worst_share = std::fmax(outcome.worst_share, share);
   }
@@ -201,12 +207,25 @@ std::vector<Output> outputs(const Entry& e, const Reference& r) {
     case Kind::kForward:
       return {{"out", abi::kBufferOut, &r.out, e.storage},
               {"lse", abi::kBufferLse, &r.lse, Storage::kFloat32}};
-    case Kind::kDelta: return {{"delta", abi::kBufferDelta, &r.delta, Storage::kFloat32}};
-    case Kind::kBackwardDq: return {{"dq", abi::kBufferDq, &r.dq, e.storage}};
-    case Kind::kBackwardDv: return {{"dv", abi::kBufferDv, &r.dv, e.storage}};
-    case Kind::kBackwardDk: return {{"dk", abi::kBufferDk, &r.dk, e.storage}};
+    case Kind::kDelta:
+      return {{"delta", abi::kBufferDelta, &r.delta, Storage::kFloat32}};
+    case Kind::kBackwardDq:
+      return {{"dq", abi::kBufferDq, &r.dq, e.storage}};
+    case Kind::kBackwardDv:
+      return {{"dv", abi::kBufferDv, &r.dv, e.storage}};
+    case Kind::kBackwardDk:
+      return {{"dk", abi::kBufferDk, &r.dk, e.storage}};
   }
   return {};
+}
+
+// Several entries run the same problem, and the long ones take seconds on the CPU.
+const Reference& cached_reference(const Problem& p, Storage storage) {
+  static std::map<std::string, Reference> cache;
+  const std::string key = p.name() + "|" + std::to_string(static_cast<int>(storage));
+  const auto found = cache.find(key);
+  return found != cache.end() ? found->second
+                              : cache.emplace(key, make_reference(p, storage)).first->second;
 }
 
 bool run(const Entry& entry, const Problem& p) {
@@ -215,22 +234,26 @@ bool run(const Entry& entry, const Problem& p) {
     std::fprintf(stderr, "no kernel %s in %s\n", entry.kernel, entry.unit);
     std::exit(2);
   }
-  Reference reference = make_reference(p, entry.storage);
+  Reference reference = cached_reference(p, entry.storage);
   // delta reads `out` as it was stored.
   if (entry.kind == Kind::kDelta)
-    for (double& m : reference.delta.magnitude) m *= 1 + rounding_unit(entry.storage) / rounding_unit(Storage::kFloat32);
+    for (double& m : reference.delta.magnitude)
+      m *= 1 + rounding_unit(entry.storage) / rounding_unit(Storage::kFloat32);
   Binding binding(entry, p, reference);
   const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
   const int rows = key_side ? p.seqlen_k : p.seqlen_q;
   const int heads = key_side ? p.kv_heads : p.query_heads;
   const int groups = (rows + entry.block_rows - 1) / entry.block_rows * heads * p.batch;
-  binding.launch(found->second, static_cast<unsigned>(groups), static_cast<unsigned>(entry.threads));
+  binding.launch(found->second, static_cast<unsigned>(groups),
+                 static_cast<unsigned>(entry.threads));
   bool good = true;
   for (const Output& output : outputs(entry, reference)) {
-    const Outcome o = compare(binding.result(output.slot, output.storage), *output.expected, output.storage);
+    const Outcome o =
+        compare(binding.result(output.slot, output.storage), *output.expected, output.storage);
     const bool fine = o.worst_share <= 1.0;
-    std::printf("%-4s %-34s %-14s %-44s %-6s error %.2e = %.2f of the bound\n", fine ? "ok" : "FAIL",
-                entry.kernel, entry.unit, p.name().c_str(), output.name, o.worst_error, o.worst_share);
+    std::printf("%-4s %-34s %-14s %-44s %-6s error %.2e = %.2f of the bound\n",
+                fine ? "ok" : "FAIL", entry.kernel, entry.unit, p.name().c_str(), output.name,
+                o.worst_error, o.worst_share);
     good = good && fine;
   }
   return good;
@@ -240,14 +263,15 @@ bool run(const Entry& entry, const Problem& p) {
 std::vector<Problem> problems(const Entry& e, const std::string& mode) {
   const int h = e.head_tile == 0 ? 64 : e.head_tile;
   const int v = e.value_tile == 0 ? 64 : e.value_tile;
-  if (mode == "long") return {{1, 2048, 2048, 2, 1, h, v, true}, {1, 1000, 3000, 1, 1, h, v, false}};
+  if (mode == "long")
+    return {{1, 2048, 2048, 2, 1, h, v, true}, {1, 1000, 3000, 1, 1, h, v, false}};
   if (mode == "small")
     return {{1, 37, 41, 2, 1, h - 3, v - 5, true},
             {1, 37, 41, 2, 1, h - 3, v - 5, true, 'v'},
             {1, 37, 41, 2, 1, h - 3, v - 5, true, 'q'}};
-  return {{1, 1, 1, 1, 1, h, v, true},         {2, 33, 65, 4, 2, h, v, false},
-          {1, 70, 40, 2, 1, h, v - 5, true},   {2, 128, 200, 3, 3, h - 3, v, true},
-          {1, 37, 41, 2, 1, h, v, true, 'v'},  {1, 37, 41, 2, 1, h, v, true, 'q'},
+  return {{1, 1, 1, 1, 1, h, v, true},        {2, 33, 65, 4, 2, h, v, false},
+          {1, 70, 40, 2, 1, h, v - 5, true},  {2, 128, 200, 3, 3, h - 3, v, true},
+          {1, 37, 41, 2, 1, h, v, true, 'v'}, {1, 37, 41, 2, 1, h, v, true, 'q'},
           {1, 512, 512, 2, 1, h, v, true}};
 }
 

@@ -1,6 +1,7 @@
-// The Metal standard library for translated shaders on an NVIDIA GPU: a simdgroup is a warp, an 8x8 matrix is spread
-// over its lanes by METAL_CUDA_MAP (0 row-major, 1 as observed on Apple GPUs, n >= 2 an affine scramble).
-// Included by every unit, once. It serves checking, not speed: a multiply is made of shuffles.
+// The Metal standard library for translated shaders on an NVIDIA GPU: a simdgroup is a warp, an 8x8
+// matrix is spread over its lanes by METAL_CUDA_MAP (0 row-major, 1 as observed on Apple GPUs, n >=
+// 2 an affine scramble). Included by every unit, once. It serves checking, not speed: a multiply is
+// made of shuffles.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,7 +57,8 @@ METAL_CUDA_DEVICE Index position(const Triple& p) {
 
 METAL_CUDA_DEVICE unsigned lane() { return threadIdx.x & 31u; }
 
-// (lane, element) -> row * 8 + column, and back. Closed forms: a search loop made ptxas run for minutes.
+// (lane, element) -> row * 8 + column, and back. Closed forms: a search loop made ptxas run for
+// minutes.
 METAL_CUDA_DEVICE unsigned place_of(unsigned lane, unsigned element) {
 #if METAL_CUDA_MAP == 0
   return lane * 2 + element;
@@ -104,13 +106,15 @@ struct vec {
 };
 
 enum class mem_flags : int { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
-METAL_CUDA_DEVICE mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+METAL_CUDA_DEVICE mem_flags operator|(mem_flags a, mem_flags b) {
+  return mem_flags(int(a) | int(b));
+}
 METAL_CUDA_DEVICE void threadgroup_barrier(mem_flags) { __syncthreads(); }
 METAL_CUDA_DEVICE void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
-#define METAL_CUDA_ORDER(T)                                             \
-  METAL_CUDA_DEVICE T min(T a, T b) { return b < a ? b : a; }           \
-  METAL_CUDA_DEVICE T max(T a, T b) { return a < b ? b : a; }           \
+#define METAL_CUDA_ORDER(T)                                   \
+  METAL_CUDA_DEVICE T min(T a, T b) { return b < a ? b : a; } \
+  METAL_CUDA_DEVICE T max(T a, T b) { return a < b ? b : a; } \
   METAL_CUDA_DEVICE T clamp(T x, T low, T high) { return min(max(x, low), high); }
 METAL_CUDA_ORDER(int)
 METAL_CUDA_ORDER(uint)
@@ -194,7 +198,9 @@ template <class T, int rows, int columns>
 struct simdgroup_matrix {
   vec<T, 2> elements;
   // Undefined in Metal: NaN, so that a use of it shows.
-  METAL_CUDA_DEVICE simdgroup_matrix() { elements[0] = elements[1] = T(__int_as_float(0x7fc00000)); }
+  METAL_CUDA_DEVICE simdgroup_matrix() {
+    elements[0] = elements[1] = T(__int_as_float(0x7fc00000));
+  }
   METAL_CUDA_DEVICE vec<T, 2>& thread_elements() { return elements; }
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
@@ -208,8 +214,9 @@ METAL_CUDA_DEVICE simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matri
   return m;
 }
 template <class T>
-METAL_CUDA_DEVICE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong stride = 8,
-                                      vec<ulong, 2> origin = vec<ulong, 2>(0ul), bool transpose = false) {
+METAL_CUDA_DEVICE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source,
+                                      ulong stride = 8, vec<ulong, 2> origin = vec<ulong, 2>(0ul),
+                                      bool transpose = false) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const unsigned place = metal_cuda::place_of(metal_cuda::lane(), e);
@@ -220,7 +227,8 @@ METAL_CUDA_DEVICE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* sou
 }
 template <class T>
 METAL_CUDA_DEVICE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* target, ulong stride = 8,
-                                       vec<ulong, 2> origin = vec<ulong, 2>(0ul), bool transpose = false) {
+                                       vec<ulong, 2> origin = vec<ulong, 2>(0ul),
+                                       bool transpose = false) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const unsigned place = metal_cuda::place_of(metal_cuda::lane(), e);
@@ -240,7 +248,8 @@ METAL_CUDA_DEVICE float element_at(float first, float second, unsigned place) {
 
 // Products and sums in float, whatever the element types.
 template <class D, class A, class B, class C>
-METAL_CUDA_DEVICE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+METAL_CUDA_DEVICE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
+                                                     simdgroup_matrix<A, 8, 8> a,
                                                      simdgroup_matrix<B, 8, 8> b,
                                                      simdgroup_matrix<C, 8, 8> c) {
   float result[2];
@@ -251,7 +260,8 @@ METAL_CUDA_DEVICE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& 
 #pragma unroll
     for (unsigned k = 0; k < 8; ++k) {
       const float left = element_at(float(a.elements[0]), float(a.elements[1]), (place & 56u) + k);
-      const float right = element_at(float(b.elements[0]), float(b.elements[1]), k * 8 + (place & 7u));
+      const float right =
+          element_at(float(b.elements[0]), float(b.elements[1]), k * 8 + (place & 7u));
       sum = fmaf(left, right, sum);
     }
     result[e] = sum;
@@ -270,26 +280,26 @@ METAL_CUDA_DEVICE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgrou
 using metal::as_type;
 
 // Inside a unit's namespace these hide CUDA's own vector types and functions.
-#define METAL_CUDA_TYPES             \
-  using half = __half;               \
-  using bfloat = __nv_bfloat16;      \
-  using float2 = vec<float, 2>;      \
-  using float4 = vec<float, 4>;      \
-  using half4 = vec<half, 4>;        \
-  using uint2 = vec<uint, 2>;        \
-  using uint4 = vec<uint, 4>;        \
-  using ulong2 = vec<ulong, 2>;      \
-  using metal::abs;                  \
-  using metal::clamp;                \
-  using metal::exp;                  \
-  using metal::exp2;                 \
-  using metal::fabs;                 \
-  using metal::fma;                  \
-  using metal::isfinite;             \
-  using metal::isnan;                \
-  using metal::log;                  \
-  using metal::log2;                 \
-  using metal::max;                  \
-  using metal::min;                  \
-  using metal::sqrt;                 \
+#define METAL_CUDA_TYPES        \
+  using half = __half;          \
+  using bfloat = __nv_bfloat16; \
+  using float2 = vec<float, 2>; \
+  using float4 = vec<float, 4>; \
+  using half4 = vec<half, 4>;   \
+  using uint2 = vec<uint, 2>;   \
+  using uint4 = vec<uint, 4>;   \
+  using ulong2 = vec<ulong, 2>; \
+  using metal::abs;             \
+  using metal::clamp;           \
+  using metal::exp;             \
+  using metal::exp2;            \
+  using metal::fabs;            \
+  using metal::fma;             \
+  using metal::isfinite;        \
+  using metal::isnan;           \
+  using metal::log;             \
+  using metal::log2;            \
+  using metal::max;             \
+  using metal::min;             \
+  using metal::sqrt;            \
   using metal::tanh;

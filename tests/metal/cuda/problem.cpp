@@ -1,5 +1,5 @@
-// The definition of attention and its gradients in float64, row by row, hidden positions left out rather than
-// multiplied by zero.
+// The definition of attention and its gradients in float64, row by row, hidden positions left out
+// rather than multiplied by zero.
 #include "problem.h"
 
 #include <algorithm>
@@ -112,8 +112,8 @@ class Computation {
     finish_row(row, b, kv_head, h, i, end, table, total, 1 + score_magnitude);
   }
 
-  void finish_row(Row& row, int b, int kv_head, int h, int i, int end, std::size_t table, double total,
-                  double sensitivity) {
+  void finish_row(Row& row, int b, int kv_head, int h, int i, int end, std::size_t table,
+                  double total, double sensitivity) {
     const std::size_t out_at = at(b, i, h, p_.seqlen_q, p_.query_heads, p_.value_dim);
     const float* dout = &r_.dout[out_at];
     for (int j = 0; j < end; ++j) {
@@ -146,8 +146,7 @@ class Computation {
       const std::size_t k_at = at(b, j, kv_head, p_.seqlen_k, p_.kv_heads, p_.head_dim);
       const std::size_t v_at = at(b, j, kv_head, p_.seqlen_k, p_.kv_heads, p_.value_dim);
       const double ds = row.p[j] * (row.dp[j] - delta) * scale;
-      const double size =
-          row.p[j] * (row.dp_magnitude[j] + delta_magnitude) * scale * sensitivity;
+      const double size = row.p[j] * (row.dp_magnitude[j] + delta_magnitude) * scale * sensitivity;
       for (int d = 0; d < p_.head_dim; ++d) {
         r_.dq.value[q_at + d] += ds * r_.key[k_at + d];
         r_.dq.magnitude[q_at + d] += size * std::fabs(r_.key[k_at + d]);
@@ -182,7 +181,8 @@ void plant_nan(const Problem& p, Reference& r) {
   for (int b = 0; b < p.batch; ++b) {
     if (p.non_finite == 'v')
       for (int h = 0; h < p.kv_heads; ++h)
-        std::fill_n(&r.value[at(b, p.seqlen_k - 1, h, p.seqlen_k, p.kv_heads, p.value_dim)], p.value_dim, nan);
+        std::fill_n(&r.value[at(b, p.seqlen_k - 1, h, p.seqlen_k, p.kv_heads, p.value_dim)],
+                    p.value_dim, nan);
     if (p.non_finite == 'q')
       for (int h = 0; h < p.query_heads; ++h) {
         std::fill_n(&r.query[at(b, 0, h, p.seqlen_q, p.query_heads, p.head_dim)], p.head_dim, nan);
@@ -194,7 +194,8 @@ void plant_nan(const Problem& p, Reference& r) {
 }  // namespace
 
 std::string Problem::name() const {
-  std::string text = std::to_string(batch) + "x" + std::to_string(seqlen_q) + "x" + std::to_string(seqlen_k);
+  std::string text =
+      std::to_string(batch) + "x" + std::to_string(seqlen_q) + "x" + std::to_string(seqlen_k);
   text += " heads " + std::to_string(query_heads) + "/" + std::to_string(kv_heads);
   text += " dims " + std::to_string(head_dim) + "/" + std::to_string(value_dim);
   if (causal) text += " causal";
@@ -204,9 +205,12 @@ std::string Problem::name() const {
 
 double rounding_unit(Storage storage) {
   switch (storage) {
-    case Storage::kFloat16: return std::ldexp(1.0, -11);
-    case Storage::kBFloat16: return std::ldexp(1.0, -8);
-    default: return std::ldexp(1.0, -24);
+    case Storage::kFloat16:
+      return std::ldexp(1.0, -11);
+    case Storage::kBFloat16:
+      return std::ldexp(1.0, -8);
+    default:
+      return std::ldexp(1.0, -24);
   }
 }
 

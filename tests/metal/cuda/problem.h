@@ -1,5 +1,5 @@
-// A check problem on the CPU: sizes, random inputs, float64 results, and how far from them rounding may lead.
-// Tensors are (batch, row, head, dim), contiguous; tables (batch, head, row).
+// A check problem on the CPU: sizes, random inputs, float64 results, and how far from them rounding
+// may lead. Tensors are (batch, row, head, dim), contiguous; tables (batch, head, row).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ struct Problem {
   int head_dim = 0;
   int value_dim = 0;
   bool causal = false;
-  // 'v': the value of the last key is NaN; 'q': query and dout of the first row are; ' ': all finite.
+  // 'v': the value of the last key is NaN; 'q': query and dout of the first row are; ' ': all
+  // finite.
   char non_finite = ' ';
 
   std::string name() const;
@@ -27,8 +28,9 @@ struct Problem {
 enum class Storage { kFloat32, kFloat16, kBFloat16 };
 double rounding_unit(Storage storage);  // largest relative error of one rounding
 
-// One result in float64 and, per element, the sum of the absolute values of what was added up to get it: a float32
-// computation may be off by a few roundings of that sum, plus one rounding to the storage type.
+// One result in float64 and, per element, the sum of the absolute values of what was added up to
+// get it: a float32 computation may be off by a few roundings of that sum, plus one rounding to the
+// storage type.
 struct Expected {
   std::vector<double> value;
   std::vector<double> magnitude;

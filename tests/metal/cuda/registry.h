@@ -1,4 +1,5 @@
-// The kernels of all units, by host name and unit: filled by static objects in the units, read by the check program.
+// The kernels of all units, by host name and unit: filled by static objects in the units, read by
+// the check program.
 #pragma once
 
 #include <cstddef>
