@@ -235,10 +235,11 @@ bool run(const Entry& entry, const Problem& p) {
     std::exit(2);
   }
   Reference reference = cached_reference(p, entry.storage);
-  // delta reads `out` as it was stored.
-  if (entry.kind == Kind::kDelta)
-    for (double& m : reference.delta.magnitude)
-      m *= 1 + rounding_unit(entry.storage) / rounding_unit(Storage::kFloat32);
+  // delta reads `out` as it was stored: one more rounding of each term, in the storage type.
+  if (entry.kind == Kind::kDelta) {
+    const double unit = kRoundings * rounding_unit(Storage::kFloat32);
+    for (double& m : reference.delta.magnitude) m *= 1 + rounding_unit(entry.storage) / unit;
+  }
   Binding binding(entry, p, reference);
   const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
   const int rows = key_side ? p.seqlen_k : p.seqlen_q;
