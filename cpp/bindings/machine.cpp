@@ -2,6 +2,7 @@
 #include "machine.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
@@ -13,6 +14,9 @@
 #include "cpu/thread_pool.h"
 #include "flashattn/backend.h"
 #include "ndarray.h"
+#ifdef FLASHATTN_SIMULATED_METAL
+#include "runtime/settings.h"
+#endif
 
 namespace flashattn::python {
 
@@ -74,6 +78,10 @@ void bind_machine(nb::module_& module) {
   module.def("active_isa", &cpu::active_isa, "The one that calls use.");
   module.def("set_isa", &cpu::set_isa, nb::arg("name"),
              "Makes later calls use it; \"\" is the best.");
+#ifdef FLASHATTN_SIMULATED_METAL
+  module.def("set_simulated_metal", &metal_sim::set_setting, nb::arg("name"), nb::arg("value"),
+             "Changes a setting of the simulated device: map, schedule, seed, check, ...");
+#endif
   module.def("measure_multiply_add_peak", &cpu::measure_multiply_add_peak,
              "float32 operations per processor second that one thread can do at most.");
   module.def("measure_bf16_dot_peak", &cpu::measure_bf16_dot_peak,

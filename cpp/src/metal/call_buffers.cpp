@@ -18,6 +18,8 @@ constexpr std::uintptr_t kPageSize = 16384;  // of Apple silicon
 bool CallBuffers::adopt(const TensorView& view, BoundTensor* bound) {
   bound->view = view;
   if (byte_count(view) == 0) return false;  // nothing to adopt, but the slot needs a buffer
+  const ByteRange range = touched_bytes(view);
+  if (range.before != 0) return false;  // a kernel never goes below the address that is bound
   if (view.device == DeviceKind::kMetal) {
     bound->where = {static_cast<MTL::Buffer*>(view.handle),
                     static_cast<std::uint64_t>(view.byte_offset)};
@@ -25,8 +27,7 @@ bool CallBuffers::adopt(const TensorView& view, BoundTensor* bound) {
   }
   const auto address = reinterpret_cast<std::uintptr_t>(view.data);
   if (address % item_size(view.dtype) != 0) return false;
-  const ByteRange range = touched_bytes(view);
-  const std::uintptr_t first = (address - range.before) / kPageSize * kPageSize;
+  const std::uintptr_t first = address / kPageSize * kPageSize;
   const std::uintptr_t last = (address + range.after + kPageSize - 1) / kPageSize * kPageSize;
   if (last - first > device_->maxBufferLength()) return false;
   auto buffer = NS::TransferPtr(device_->newBuffer(reinterpret_cast<void*>(first), last - first,
@@ -52,7 +53,7 @@ BoundTensor CallBuffers::input(const TensorView& view) {
     return bound;
   }
   bound = stage(view);
-  strided_copy(bound.view, view);
+  strided_copy(bound.view, host_view(view));
   counters_->copied_bytes += byte_count(view);
   return bound;
 }
@@ -85,7 +86,7 @@ BoundBuffer CallBuffers::table(const void* source, std::size_t bytes) {
 
 void CallBuffers::finish() {
   for (const StagedOutput& staged : staged_outputs_) {
-    strided_copy(staged.destination, staged.source);
+    strided_copy(host_view(staged.destination), staged.source);
     counters_->copied_bytes += byte_count(staged.source);
   }
   staged_outputs_.clear();

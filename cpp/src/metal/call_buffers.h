@@ -2,6 +2,7 @@
 // that is possible.
 //   Metal arrays      their own MTLBuffer at byte_offset
 //   host memory       the enclosing 16 KiB pages, adopted by newBufferWithBytesNoCopy
+//   negative strides,
 //   else              a pooled staging buffer: inputs are copied in, outputs copied out by finish()
 // Lives until the GPU is done with the call.
 #pragma once
