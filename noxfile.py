@@ -14,7 +14,16 @@ import nox
 ROOT = Path(__file__).resolve().parent
 
 nox.needs_version = ">=2024.4"
-nox.options.sessions = ["lint", "tests", "asan", "ubsan", "tsan", "neon"]
+nox.options.sessions = [
+    "lint",
+    "tests",
+    "asan",
+    "ubsan",
+    "tsan",
+    "neon",
+    "simulated",
+    "macos_cross",
+]
 nox.options.error_on_missing_interpreters = True
 
 
@@ -136,3 +145,114 @@ def neon(session: nox.Session) -> None:
         f"-DPython_EXECUTABLE={session.bin}/python",
     )
     session.run("ctest", "--test-dir", str(folder), "--output-on-failure")
+
+
+METAL_TOOLS = ("ziglang==0.17.1", "pip")
+# Fragment map / schedule of the simulated device that the numeric tests run under.
+SIMULATED = "row/fifo,apple/lifo,random:1/random,random:2/priority,random:3/fifo"
+
+
+def simulated_environment(session: nox.Session, folder: Path) -> dict[str, str]:
+    """Compiler and simulated device for a build of the Metal backend on Linux."""
+    session.run("python", "tests/metal/toolchain.py", str(folder), silent=True)
+    return {
+        "CC": str(folder / "bin" / "clang"),
+        "CXX": str(folder / "bin" / "clang++"),
+        "METAL_SIM_PYTHON": session.bin + "/python",
+        "METAL_SIM_CACHE": str(folder / "kernels"),
+        "FLASHATTN_CACHE_DIR": str(folder / "pipelines"),
+    }
+
+
+def simulated_options(folder: Path) -> list[str]:
+    """CMake's definitions of that build; one instruction set is enough for the CPU beside it."""
+    options = ["FLASHATTN_METAL=ON", "FLASHATTN_SIMULATED_METAL=ON"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        options.append("FLASHATTN_CPU_ISAS=v3")
+    return options
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """The Metal backend over the simulated device: the whole C++ and Python suites, or posargs.
+
+    `nox -s simulated -- CMD ...` runs a command where `flashattn` has that backend. The first run
+    builds libc++ and compiles every kernel it meets; both are kept.
+    """
+    session.install(*METAL_TOOLS)
+    build_tools(session)
+    folder = build_folder(session)
+    environment = simulated_environment(session, folder)
+    options = simulated_options(folder)
+    defines = [f"--config-settings=cmake.define.{option}" for option in options]
+    session.install(
+        f"--config-settings=build-dir={folder}/module", *defines, ".[test]", env=environment
+    )
+    if session.posargs:
+        session.run(*session.posargs, env=environment, external=True)
+        return
+    definitions = [
+        f"-D{option}" for option in (*options, f"Python_EXECUTABLE={session.bin}/python")
+    ]
+    command = ("cmake", "--preset", "release", "-B", f"{folder}/cpp", *definitions)
+    session.run(*command, env=environment, silent=True)
+    session.run("cmake", "--build", f"{folder}/cpp", "-j", jobs(), env=environment, silent=True)
+    session.run("ctest", "--test-dir", f"{folder}/cpp", "--output-on-failure", env=environment)
+    environment |= {"FLASHATTN_TEST_BACKENDS": "metal", "FLASHATTN_TEST_SIMULATED": SIMULATED}
+    environment["FLASHATTN_CPP_BUILD_DIR"] = f"{folder}/cpp"
+    session.run("pytest", "--ignore=tests/test_cpp.py", env=environment)
+
+
+@nox.session
+def simulated_asan(session: nox.Session) -> None:
+    """Host and simulated Metal classes under AddressSanitizer, LeakSanitizer and UBSan.
+
+    Needs an installed clang >= 16 with its sanitizer runtimes: zig brings none.
+    """
+    build_tools(session)
+    folder = build_folder(session)
+    found = session.run(
+        "python",
+        "tests/metal/toolchain.py",
+        str(folder),
+        "--system",
+        silent=True,
+        success_codes=[0, 1],
+    )
+    if not (folder / "bin" / "clang++").exists():
+        session.skip(f"needs clang >= 16 with its sanitizer runtimes: {found}")
+    session.install(*METAL_TOOLS)
+    environment = {
+        "CXX": str(folder / "bin" / "clang++"),
+        "METAL_SIM_PYTHON": session.bin + "/python",
+        "METAL_SIM_CACHE": str(folder / "kernels"),
+        "FLASHATTN_CACHE_DIR": str(folder / "pipelines"),
+        "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+    definitions = [f"-D{option}" for option in simulated_options(folder)]
+    definitions += [f"-DCMAKE_CXX_FLAGS={flags}", f"-DPython_EXECUTABLE={session.bin}/python"]
+    session.run(
+        "cmake",
+        "--preset",
+        "asan",
+        "-B",
+        f"{folder}/cpp",
+        *definitions,
+        env=environment,
+        silent=True,
+    )
+    build = ("cmake", "--build", f"{folder}/cpp", "-j", jobs(), "--target", "flashattn_metal_tests")
+    session.run(*build, env=environment, silent=True)
+    session.run(
+        f"{folder}/cpp/tests/metal/host/flashattn_metal_tests", env=environment, external=True
+    )
+
+
+@nox.session
+def macos_cross(session: nox.Session) -> None:
+    """Compiles and links the whole Python module for macOS on Apple silicon; runs nothing."""
+    session.install(*METAL_TOOLS, "cmake>=3.25", "nanobind>=3.1")
+    folder = build_folder(session)
+    session.run("python", "tests/metal/macos/cross_build.py", "--build", str(folder))

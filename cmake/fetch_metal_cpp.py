@@ -1,8 +1,9 @@
-"""Put Apple's metal-cpp headers into a build tree: `fetch_metal_cpp.py DIR` fills DIR/metal_cpp and prints its path.
+"""Put Apple's metal-cpp headers into a build tree.
 
-The headers (Apache-2.0) travel inside the mlx-metal wheel for macOS on Apple silicon. An installed mlx-metal of the
-pinned version is used as it is; otherwise pip downloads the wheel, on any platform, and its hash is checked. Nothing
-is ever taken from another version, and nothing of the wheel but the headers is unpacked.
+`fetch_metal_cpp.py DIR` fills DIR/metal_cpp and prints its path. The headers (Apache-2.0) travel
+inside the mlx-metal wheel for macOS on Apple silicon. An installed mlx-metal of the pinned version
+is used as it is; otherwise pip downloads the wheel, on any platform, and its hash is checked.
+Nothing is ever taken from another version, and nothing of the wheel but the headers is unpacked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PREFIX = "mlx/include/metal_cpp/"
 
 
 def installed_headers() -> Path | None:
-    """The headers of an mlx-metal that is installed in the pinned version (a build requirement on macOS)."""
+    """The headers of an installed mlx-metal of the pinned version, or None."""
     try:
         distribution = importlib.metadata.distribution("mlx-metal")
     except importlib.metadata.PackageNotFoundError:
@@ -37,11 +38,15 @@ def download_wheel(directory: Path) -> Path:
     options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--no-deps"]
     target = ["--platform", PLATFORM, "--python-version", "3.12", "--dest", str(directory)]
     requirement = f"mlx-metal=={VERSION}"
-    subprocess.run([sys.executable, "-m", "pip", "download", *options, *target, requirement], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, *target, requirement], check=True
+    )
     (wheel,) = directory.glob("mlx_metal-*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != SHA256:
-        raise SystemExit(f"fetch_metal_cpp: sha256 of {wheel.name} ({digest}) must be the pinned {SHA256}")
+        raise SystemExit(
+            f"fetch_metal_cpp: sha256 of {wheel.name} ({digest}) must be the pinned {SHA256}"
+        )
     return wheel
 
 

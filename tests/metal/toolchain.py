@@ -1,11 +1,14 @@
-"""A clang for the simulated Metal device: `toolchain.py DIR` writes DIR/bin/{clang,clang++,ar,ranlib}, prints DIR/bin.
+"""A clang for the simulated Metal device.
 
-metal-cpp needs block syntax and the translated shaders need vector extensions, so both want clang. The one that pip
-brings is zig's (`ziglang`, pinned); the files written here are shell scripts that start it. An installed clang >= 16
-is taken instead when asked for with --system, which the sanitizer builds do: zig brings no AddressSanitizer runtime.
+`toolchain.py DIR` writes DIR/bin/{clang,clang++,ar,ranlib} and prints DIR/bin. metal-cpp needs block
+syntax and the translated shaders need vector extensions, so both want clang. The one that pip brings
+is zig's (`ziglang`, pinned); the files written here are shell scripts that start it. An installed
+clang >= 16 is taken instead when asked for with --system, which the sanitizer builds do: zig brings
+no AddressSanitizer runtime.
 
-The scripts translate what zig spells differently: -march=x86-64-vN, and a baseline CPU where gcc and clang mean one.
-Zig builds libc++ on its first link; the result stays in ZIG_GLOBAL_CACHE_DIR (default ~/.cache/flashattn/zig).
+The scripts translate what zig spells differently: -march=x86-64-vN, and a baseline CPU where gcc and
+clang mean one. Zig builds libc++ on its first link; the result stays in ZIG_GLOBAL_CACHE_DIR
+(default ~/.cache/flashattn/zig).
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ exec "{zig}" {tool} "$@"
 
 
 def zig_executable() -> Path:
-    """The zig binary of the installed ziglang package; installs the pinned one when there is none."""
+    """The zig binary of the ziglang package; installs the pinned one when there is none."""
     try:
         import ziglang
     except ImportError:
@@ -62,7 +65,9 @@ def system_clang() -> Path | None:
         found = shutil.which(f"clang++{version}")
         if found is None:
             continue
-        text = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, check=True
+        ).stdout
         match = re.search(r"clang version (\d+)", text)
         if match and int(match.group(1)) >= OLDEST_CLANG:
             return Path(found)
@@ -84,7 +89,7 @@ def write_scripts(directory: Path) -> Path:
 
 
 def link_system_clang(directory: Path) -> Path:
-    """Links directory/bin/{clang,clang++} to an installed clang, so that both kinds are used alike."""
+    """Write directory/bin/{clang,clang++} that start an installed clang."""
     compiler = system_clang()
     if compiler is None:
         raise SystemExit(f"toolchain: no clang++ >= {OLDEST_CLANG} is installed")
@@ -101,6 +106,8 @@ def link_system_clang(directory: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--system", action="store_true", help="an installed clang >= 16 instead of zig")
+    parser.add_argument(
+        "--system", action="store_true", help="an installed clang >= 16 instead of zig"
+    )
     arguments = parser.parse_args()
     print((link_system_clang if arguments.system else write_scripts)(arguments.directory))
