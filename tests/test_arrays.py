@@ -1,8 +1,8 @@
 """Arrays on their way in: strides, alignment, dtypes and producers; what is copied, what is not.
 
 Every input is compared with the call on plain contiguous copies of the same values, bit for bit,
-and copy_stats says how many bytes were copied on the way. The faults C19 to C29 of other libraries are
-in test_known_faults_process.py.
+and copy_stats says how many bytes were copied on the way. The faults C19 to C29 of other libraries
+are in test_known_faults_process.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m flashattn`: every command, its JSON and exit status, and that `check` can say wrong."""
+"""`python -m flashattn`: each command, its JSON and exit status; `check` can say wrong."""
 
 from __future__ import annotations
 
