@@ -186,7 +186,7 @@ Outcome compare(const std::vector<float>& got, const Expected& expected, Storage
     if (static_cast<double>(got[i]) == want || (std::isnan(got[i]) && std::isnan(want))) continue;
     const double error = std::fabs(got[i] - want);
     const double bound = kRoundings * rounding_unit(Storage::kFloat32) * expected.magnitude[i] +
-                         rounding_unit(storage) * std::fabs(want) + 1e-30;
+                         storage_rounding(want, storage);
     const double share =
         std::isnan(error / bound) ? std::numeric_limits<double>::infinity() : error / bound;
     outcome.worst_error = std::fmax(outcome.worst_error, std::isnan(error) ? share : error);
@@ -265,7 +265,7 @@ std::vector<Problem> problems(const Entry& e, const std::string& mode) {
   const int h = e.head_tile == 0 ? 64 : e.head_tile;
   const int v = e.value_tile == 0 ? 64 : e.value_tile;
   if (mode == "long")
-    return {{1, 2048, 2048, 2, 1, h, v, true}, {1, 1000, 3000, 1, 1, h, v, false}};
+    return {{1, 2048, 2048, 4, 4, h, v, true}, {1, 1000, 3000, 4, 2, h, v, false}};
   if (mode == "small")
     return {{1, 37, 41, 2, 1, h - 3, v - 5, true},
             {1, 37, 41, 2, 1, h - 3, v - 5, true, 'v'},

@@ -214,6 +214,14 @@ double rounding_unit(Storage storage) {
   }
 }
 
+double storage_rounding(double x, Storage storage) {
+  // Half the distance of two subnormal numbers: 2^-24 apart in float16, 2^-133 in bfloat16.
+  const int exponent = storage == Storage::kFloat16    ? -25
+                       : storage == Storage::kBFloat16 ? -134
+                                                       : -150;
+  return std::fmax(rounding_unit(storage) * std::fabs(x), std::ldexp(1.0, exponent));
+}
+
 std::vector<std::uint8_t> to_storage(const std::vector<float>& values, Storage storage) {
   const std::size_t size = storage == Storage::kFloat32 ? 4 : 2;
   std::vector<std::uint8_t> bytes(values.size() * size);

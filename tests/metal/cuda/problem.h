@@ -27,6 +27,8 @@ struct Problem {
 
 enum class Storage { kFloat32, kFloat16, kBFloat16 };
 double rounding_unit(Storage storage);  // largest relative error of one rounding
+// Largest absolute error of rounding a value near x: below the normal range the relative one grows.
+double storage_rounding(double x, Storage storage);
 
 // One result in float64 and, per element, the sum of the absolute values of what was added up to
 // get it: a float32 computation may be off by a few roundings of that sum, plus one rounding to the

@@ -56,6 +56,7 @@ fault() {
   local where
   where=$(grep -oE '[a-z_]+\.(metal|h):[0-9]+' "$logs/fault_$name.txt" | sort | uniq -c | sort -rn |
           head -2 | awk '{print $2}' | tr '\n' ' ')
+  [ -n "$where" ] || where="(in matrix loads and stores)"
   echo "$name: plain rc $plain, $tool rc $seen $where" >> "$logs/faults_summary.txt"
 }
 : > "$logs/faults_summary.txt"
