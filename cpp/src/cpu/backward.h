@@ -5,7 +5,6 @@
 #pragma once
 
 #include "cpu/backward_block.h"
-#include "cpu/backward_prefetch.h"
 #include "cpu/backward_rows.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
@@ -16,14 +15,13 @@ FLASHATTN_INLINE KeyBlock<Unit> key_block(const BackwardShape<Unit>& shape,
                                           const PackedKeys<Unit>& packed, const KeySums<Unit>& sums,
                                           std::int64_t index) {
   const std::int64_t key = index * kBlockK;
-  const KeyBlock<Unit> block{
-      .keys = packed.keys + key * shape.head_packed,
-      .values = packed.values + key * shape.value_packed,
-      .key_lanes = packed.key_lanes + key / Unit::kElements * shape.head_lanes,
-      .dk = sums.dk + key * shape.head_lanes,
-      .dv = sums.dv + key * shape.value_lanes,
-      .first_key = key,
-      .finite = packed.finite[index] != 0};
+  const KeyBlock<Unit> block{.keys = packed.keys + key * shape.head_packed,
+                             .values = packed.values + key * shape.value_packed,
+                             .key_lanes = packed.key_lanes + key / Unit::kElements * shape.head_row,
+                             .dk = sums.dk + key * shape.head_lanes,
+                             .dv = sums.dv + key * shape.value_lanes,
+                             .first_key = key,
+                             .finite = packed.finite[index] != 0};
   if (sums.touched[index] == 0) {
     sums.touched[index] = 1;
     zero_units(block.dk, kBlockK * shape.head_lanes);
@@ -42,15 +40,15 @@ FLASHATTN_INLINE void add_key_blocks(const AttentionJob& job, const BackwardShap
   const std::int64_t begin = keys.begin / kBlockK;
   const std::int64_t end = keys.begin < keys.end ? (keys.end + kBlockK - 1) / kBlockK : begin;
   for (std::int64_t i = begin; i < end; ++i) {
-    ahead.fetch(i - begin, end - begin);
     const TileVisibility tile =
         visibility.tile(q.first_row, last_row, i * kBlockK, (i + 1) * kBlockK);
     if (tile == TileVisibility::kNone) continue;
     const KeyBlock<Unit> k = key_block(shape, packed, sums, i);
+    const BlockAhead slices{.rows = ahead, .block = i - begin, .blocks = end - begin};
     if (tile == TileVisibility::kAll && q.rows == kBlockQ) {
-      add_visible_block(shape, job.scale, q, k);
+      add_visible_block(shape, job.scale, q, k, slices);
     } else {
-      add_mixed_block(shape, job.scale, visibility, q, k);
+      add_mixed_block(shape, job.scale, visibility, q, k, slices);
     }
   }
 }

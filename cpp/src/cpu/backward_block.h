@@ -11,6 +11,7 @@
 // may see each other: 0 * NaN is NaN, so a zero weight alone would not keep it out.
 #pragma once
 
+#include "cpu/backward_prefetch.h"
 #include "cpu/backward_product.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
@@ -20,7 +21,7 @@ template <class Unit>
 struct KeyBlock {
   const float* keys = nullptr;       // [kBlockK][head_packed]
   const float* values = nullptr;     // [kBlockK][value_packed]
-  const float* key_lanes = nullptr;  // [kBlockK / kElements][head_lanes]
+  const float* key_lanes = nullptr;  // [kBlockK / kElements][head_row]
   float* dk = nullptr;               // [kBlockK][head_lanes]
   float* dv = nullptr;               // [kBlockK][value_lanes]
   std::int64_t first_key = 0;
@@ -73,6 +74,7 @@ FLASHATTN_INLINE void add_key_gradients(const BackwardShape<Unit>& shape, const 
                    .a_row = row_units,
                    .a_depth = 1,
                    .B = q.dout_rows,
+                   .b_row = shape.value_row,
                    .C = k.dv + strip * shape.value_lanes,
                    .lanes = shape.value_lanes,
                    .ranges = rows,
@@ -82,6 +84,7 @@ FLASHATTN_INLINE void add_key_gradients(const BackwardShape<Unit>& shape, const 
                    .a_row = row_units,
                    .a_depth = 1,
                    .B = q.q_rows,
+                   .b_row = shape.head_row,
                    .C = k.dk + strip * shape.head_lanes,
                    .lanes = shape.head_lanes,
                    .ranges = rows,
@@ -99,9 +102,9 @@ FLASHATTN_NOINLINE void add_key_gradients_exactly(const BackwardShape<Unit>& sha
   constexpr std::ptrdiff_t row_units = kBlockQ / Unit::kElements;
   for (std::int64_t m = 0; m < kStripKeys; ++m) {
     const Interval rows = rows_seeing(visibility, q, k.first_key + strip + m, 1);
-    add_row_product<Unit>(rows, q.p_units + m * row_units, 1, q.dout_rows,
+    add_row_product<Unit>(rows, q.p_units + m * row_units, 1, q.dout_rows, shape.value_row,
                           k.dv + (strip + m) * shape.value_lanes, shape.value_lanes);
-    add_row_product<Unit>(rows, q.ds_of_strip(strip) + m * row_units, 1, q.q_rows,
+    add_row_product<Unit>(rows, q.ds_of_strip(strip) + m * row_units, 1, q.q_rows, shape.head_row,
                           k.dk + (strip + m) * shape.head_lanes, shape.head_lanes);
   }
 }
@@ -116,6 +119,7 @@ FLASHATTN_INLINE void add_query_gradients(const BackwardShape<Unit>& shape,
                      .a_row = 1,
                      .a_depth = kBlockQ,
                      .B = k.key_lanes,
+                     .b_row = shape.head_row,
                      .C = q.dq,
                      .lanes = shape.head_lanes,
                      .ranges = keys,
@@ -125,10 +129,12 @@ FLASHATTN_INLINE void add_query_gradients(const BackwardShape<Unit>& shape,
 // Every row of the block sees every key of it.
 template <class Unit>
 FLASHATTN_NOINLINE void add_visible_block(const BackwardShape<Unit>& shape, float scale,
-                                          const QueryBlock<Unit>& q, const KeyBlock<Unit>& k) {
+                                          const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
+                                          const BlockAhead& ahead) {
   Interval rows[kStripTiles];
   for (Interval& range : rows) range = {0, kBlockQ};
   for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
+    ahead.fetch(strip / kStripKeys, kBlockK / kStripKeys);
     score_strip<Unit, false>(shape, scale, q, k, strip, rows);
     add_key_gradients(shape, q, k, strip, rows);
   }
@@ -169,8 +175,8 @@ FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape
   }
   for (std::int64_t m = 0; m < q.rows; ++m) {
     add_row_product<Unit>(clip(visibility.keys_of_row(q.first_row + m), k.first_key, kBlockK),
-                          q.ds + m, kBlockQ, k.key_lanes, q.dq + m * shape.head_lanes,
-                          shape.head_lanes);
+                          q.ds + m, kBlockQ, k.key_lanes, shape.head_row,
+                          q.dq + m * shape.head_lanes, shape.head_lanes);
   }
 }
 
@@ -178,9 +184,10 @@ FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape
 template <class Unit>
 FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float scale,
                                         const Visibility& visibility, const QueryBlock<Unit>& q,
-                                        const KeyBlock<Unit>& k) {
+                                        const KeyBlock<Unit>& k, const BlockAhead& ahead) {
   set_lane_keys(visibility, q, k.first_key);
   for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
+    ahead.fetch(strip / kStripKeys, kBlockK / kStripKeys);
     const Interval any = rows_seeing(visibility, q, k.first_key + strip, kStripKeys);
     if (any.begin >= any.end) continue;
     Interval rows[kStripTiles];

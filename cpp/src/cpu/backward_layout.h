@@ -14,26 +14,39 @@ constexpr std::int64_t kBlockK = kBackwardBlockK;
 constexpr std::int64_t kStripKeys = 16;
 constexpr std::int64_t kStripTiles = kStripKeys / kTileRows;
 
-// Units of a row of each operand. `lanes` rows have one column per lane, `packed` rows hold a row's
-// units along the contraction.
+// Floats between rows of `lanes` columns that are read as vectors, a few columns at a time from
+// many rows: an odd multiple of a cache line where a power of two would send them all to the same
+// sets.
+FLASHATTN_INLINE std::int64_t padded_row(std::int64_t lanes) {
+  return lanes % 128 == 0 ? lanes + 16 : lanes;
+}
+
+// Sizes of the operands' rows, in units.
 template <class Unit>
 struct BackwardShape {
+  std::int64_t keys = 0;          // seqlen_k, padded to whole blocks
   std::int64_t head_units = 0;    // contraction of S = Q K^T
   std::int64_t value_units = 0;   // contraction of dP = dO V^T
-  std::int64_t head_packed = 0;   // head_units, padded
-  std::int64_t value_packed = 0;  // value_units, padded
-  std::int64_t head_lanes = 0;    // head_dim, padded: rows of Q, K, dQ, dK
-  std::int64_t value_lanes = 0;   // value_dim, padded: rows of dO, dV
-  std::int64_t keys = 0;          // seqlen_k, padded to whole blocks
+  std::int64_t head_lanes = 0;    // columns of Q, K, dQ, dK: head_dim, padded to whole vectors
+  std::int64_t value_lanes = 0;   // columns of dO, dV
+  std::int64_t head_row = 0;      // from row to row of Q and K, one column per lane
+  std::int64_t value_row = 0;     // of dO
+  std::int64_t head_packed = 0;   // from row to row of K along the contraction
+  std::int64_t value_packed = 0;  // of V
 
   static FLASHATTN_INLINE BackwardShape of(const AttentionJob& job) {
-    return {.head_units = units_of<Unit>(job.head_dim),
-            .value_units = units_of<Unit>(job.value_dim),
-            .head_packed = round_up(units_of<Unit>(job.head_dim), kLanes),
-            .value_packed = round_up(units_of<Unit>(job.value_dim), kLanes),
-            .head_lanes = round_up(job.head_dim, kLanes),
-            .value_lanes = round_up(job.value_dim, kLanes),
-            .keys = round_up(job.seqlen_k, kBlockK)};
+    BackwardShape shape;
+    shape.keys = round_up(job.seqlen_k, kBlockK);
+    shape.head_units = units_of<Unit>(job.head_dim);
+    shape.value_units = units_of<Unit>(job.value_dim);
+    shape.head_lanes = round_up(job.head_dim, kLanes);
+    shape.value_lanes = round_up(job.value_dim, kLanes);
+    shape.head_row = padded_row(shape.head_lanes);
+    shape.value_row = padded_row(shape.value_lanes);
+    // With one element per unit, both forms of K are the same rows.
+    shape.head_packed = Unit::kElements == 1 ? shape.head_row : round_up(shape.head_units, kLanes);
+    shape.value_packed = round_up(shape.value_units, kLanes);
+    return shape;
   }
 };
 
@@ -58,7 +71,7 @@ template <class Unit>
 struct PackedKeys {
   float* keys = nullptr;            // [keys][head_packed], K along the contraction of S
   float* values = nullptr;          // [keys][value_packed], V along the contraction of dP
-  float* key_lanes = nullptr;       // [keys / kElements][head_lanes], K along the contraction of dQ
+  float* key_lanes = nullptr;       // [keys / kElements][head_row], K along the contraction of dQ
   unsigned char* finite = nullptr;  // [keys / kBlockK]: whether all of the block's K is finite
 
   static FLASHATTN_INLINE PackedKeys carve(const BackwardShape<Unit>& shape, Carver& carver) {
@@ -68,7 +81,7 @@ struct PackedKeys {
     // With one element per unit both forms of K are the same.
     packed.key_lanes = Unit::kElements == 1
                            ? packed.keys
-                           : carver.floats(shape.keys / Unit::kElements * shape.head_lanes);
+                           : carver.floats(shape.keys / Unit::kElements * shape.head_row);
     packed.finite = static_cast<unsigned char*>(carver.bytes(shape.keys / kBlockK));
     return packed;
   }
@@ -95,11 +108,11 @@ struct KeySums {
 // row are zero.
 template <class Unit>
 struct QueryBlock {
-  float* q_columns = nullptr;     // [head_packed][kBlockQ], Q^T
-  float* dout_columns = nullptr;  // [value_packed][kBlockQ], dO^T
-  float* out_columns = nullptr;   // [value_packed][kBlockQ], O^T
-  float* q_rows = nullptr;        // [kBlockQ / kElements][head_lanes]
-  float* dout_rows = nullptr;     // [kBlockQ / kElements][value_lanes]
+  float* q_columns = nullptr;     // [head_units, padded][kBlockQ], Q^T
+  float* dout_columns = nullptr;  // [value_units, padded][kBlockQ], dO^T
+  float* out_columns = nullptr;   // [value_units, padded][kBlockQ], O^T
+  float* q_rows = nullptr;        // [kBlockQ / kElements][head_row]
+  float* dout_rows = nullptr;     // [kBlockQ / kElements][value_row]
   float* lse = nullptr;           // [kBlockQ], natural; +inf where nothing is visible
   float* delta = nullptr;         // [kBlockQ], rowsum(dO * O) - dlse
   float* dq = nullptr;            // [kBlockQ][head_lanes], unscaled
@@ -126,11 +139,11 @@ struct QueryBlock {
     const std::int64_t widest =
         shape.head_lanes > shape.value_lanes ? shape.head_lanes : shape.value_lanes;
     QueryBlock block;
-    block.q_columns = carver.floats(shape.head_packed * kBlockQ);
-    block.dout_columns = carver.floats(shape.value_packed * kBlockQ);
-    block.out_columns = carver.floats(shape.value_packed * kBlockQ);
-    block.q_rows = carver.floats(kBlockQ / elements * shape.head_lanes);
-    block.dout_rows = carver.floats(kBlockQ / elements * shape.value_lanes);
+    block.q_columns = carver.floats(round_up(shape.head_units, kLanes) * kBlockQ);
+    block.dout_columns = carver.floats(round_up(shape.value_units, kLanes) * kBlockQ);
+    block.out_columns = carver.floats(round_up(shape.value_units, kLanes) * kBlockQ);
+    block.q_rows = carver.floats(kBlockQ / elements * shape.head_row);
+    block.dout_rows = carver.floats(kBlockQ / elements * shape.value_row);
     block.lse = carver.floats(kBlockQ);
     block.delta = carver.floats(kBlockQ);
     block.dq = carver.floats(kBlockQ * shape.head_lanes);

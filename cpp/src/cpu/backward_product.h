@@ -18,8 +18,9 @@ struct Product {
   std::ptrdiff_t a_row = 0;
   std::ptrdiff_t a_depth = 0;
   const float* B = nullptr;
-  float* C = nullptr;
-  std::int64_t lanes = 0;  // of a row of B and of C
+  std::ptrdiff_t b_row = 0;
+  float* C = nullptr;      // rows `lanes` apart
+  std::int64_t lanes = 0;  // columns, whole vectors
   const Interval* ranges = nullptr;
   std::int64_t tiles = 0;
 };
@@ -37,7 +38,7 @@ FLASHATTN_INLINE void add_columns(const Product& product, std::int64_t d) {
     Vec acc[kTileRows][vecs];
     load_tile(C, product.lanes, acc);
     multiply<Unit>(depth, product.A + t * product.a_tile + first * product.a_depth, product.a_row,
-                   product.a_depth, product.B + first * product.lanes + d, product.lanes, acc);
+                   product.a_depth, product.B + first * product.b_row + d, product.b_row, acc);
     store_tile(C, product.lanes, acc);
   }
 }
@@ -72,14 +73,15 @@ FLASHATTN_NOINLINE void add_product(const Product& product) {
 // with its other element cleared in B. The sums are those of add_product, bit for bit.
 template <class Unit>
 FLASHATTN_NOINLINE void add_row_product(Interval range, const float* A, std::ptrdiff_t a_depth,
-                                        const float* B, float* C, std::int64_t lanes) {
+                                        const float* B, std::ptrdiff_t b_row, float* C,
+                                        std::int64_t lanes) {
   if (range.begin >= range.end) return;
   const std::int64_t first = range.begin / Unit::kElements;
   const std::int64_t last = units_of<Unit>(range.end);
   for (std::int64_t d = 0; d < lanes; d += kLanes) {
     Vec acc = load(C + d);
     for (std::int64_t u = first; u < last; ++u) {
-      VecI b = bits_of(load(B + u * lanes + d));
+      VecI b = bits_of(load(B + u * b_row + d));
       if constexpr (Unit::kElements == 2) {
         if (2 * u < range.begin) b &= broadcast(static_cast<std::int32_t>(0xffff0000U));
         if (2 * u + 2 > range.end) b &= broadcast(std::int32_t{0x0000ffff});

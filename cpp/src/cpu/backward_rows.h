@@ -25,11 +25,12 @@ FLASHATTN_INLINE bool units_are_finite(const float* units, std::int64_t count) {
 }
 
 // Packs kBlockQ rows from `begin` on along the contraction, to[kBlockQ][packed], and across it,
-// lanes_to[kBlockQ / kElements][lanes] (the same buffer for one element per unit).
+// lanes_to[kBlockQ / kElements][lanes], rows `row` apart (the same buffer for one element per
+// unit).
 template <class Unit>
 FLASHATTN_INLINE void pack_both_ways(const Rows& rows, std::int64_t begin, std::int64_t valid_end,
                                      std::int64_t dim, float* to, std::int64_t packed,
-                                     float* lanes_to, std::int64_t lanes) {
+                                     float* lanes_to, std::int64_t lanes, std::int64_t row) {
   static_assert(kBlockQ == kBlockK);
   if constexpr (Unit::kElements == 1) {
     pack_rows_float32(rows, begin, begin + kBlockQ, valid_end, dim, to, packed);
@@ -37,7 +38,7 @@ FLASHATTN_INLINE void pack_both_ways(const Rows& rows, std::int64_t begin, std::
     pack_rows_bf16(rows, begin, begin + kBlockQ, valid_end, dim, to, packed);
     for (std::int64_t r = 0; r < kBlockQ; r += 2) {
       const auto* even = reinterpret_cast<const std::uint16_t*>(to + r * packed);
-      interleave_rows16(even, even + 2 * packed, lanes, lanes_to + r / 2 * lanes);
+      interleave_rows16(even, even + 2 * packed, lanes, lanes_to + r / 2 * row);
     }
   }
 }
@@ -54,8 +55,8 @@ static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::in
   for (std::int64_t key = keys.begin; key < keys.end; key += kBlockK) {
     float* along = packed.keys + key * shape.head_packed;
     pack_both_ways<Unit>(k, key, job.seqlen_k, job.head_dim, along, shape.head_packed,
-                         packed.key_lanes + key / Unit::kElements * shape.head_lanes,
-                         shape.head_lanes);
+                         packed.key_lanes + key / Unit::kElements * shape.head_row,
+                         shape.head_lanes, shape.head_row);
     packed.finite[key / kBlockK] = units_are_finite<Unit>(along, kBlockK * shape.head_packed);
     float* values = packed.values + key * shape.value_packed;
     if constexpr (Unit::kElements == 1) {
@@ -102,11 +103,13 @@ static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>&
 template <class Unit>
 FLASHATTN_INLINE bool load_operand(const Rows& rows, const QueryBlock<Unit>& block,
                                    std::int64_t valid_end, std::int64_t dim, float* rows_to,
-                                   std::int64_t lanes, float* columns_to) {
-  const std::int64_t packed = round_up(units_of<Unit>(dim), kLanes);
+                                   std::int64_t row, float* columns_to) {
+  const std::int64_t units = round_up(units_of<Unit>(dim), kLanes);
   float* along = Unit::kElements == 1 ? rows_to : block.staging;
-  pack_both_ways<Unit>(rows, block.first_row, valid_end, dim, along, packed, rows_to, lanes);
-  transpose_units(reinterpret_cast<const char*>(along), packed * 4, kBlockQ, kBlockQ, packed,
+  const std::int64_t packed = Unit::kElements == 1 ? row : units;
+  pack_both_ways<Unit>(rows, block.first_row, valid_end, dim, along, packed, rows_to,
+                       round_up(dim, kLanes), row);
+  transpose_units(reinterpret_cast<const char*>(along), packed * 4, kBlockQ, kBlockQ, units,
                   columns_to, kBlockQ);
   return units_are_finite<Unit>(along, kBlockQ * packed);
 }
@@ -120,10 +123,10 @@ static void load_query_block(const AttentionJob& job, const BackwardShape<Unit>&
   block.first_row = first_row;
   block.rows = rows - first_row < kBlockQ ? rows - first_row : kBlockQ;
   const bool q_finite = load_operand(rows_of(job.query, job.dtype, batch, head), block, rows,
-                                     job.head_dim, block.q_rows, shape.head_lanes, block.q_columns);
+                                     job.head_dim, block.q_rows, shape.head_row, block.q_columns);
   const bool dout_finite =
       load_operand(rows_of(job.dout, job.dtype, batch, head), block, rows, job.value_dim,
-                   block.dout_rows, shape.value_lanes, block.dout_columns);
+                   block.dout_rows, shape.value_row, block.dout_columns);
   block.finite = q_finite && dout_finite;
   transpose_rows<Unit>(rows_of(job.out, job.dtype, batch, head), first_row, rows, kBlockQ,
                        job.value_dim, block.out_columns, block.staging);
@@ -173,6 +176,7 @@ static inline void add_sums(const BackwardSums& sums, std::int64_t touched, std:
 static inline void write_summed_rows(const BackwardSums& sums, std::int64_t touched, Interval keys,
                                      std::int64_t offset, std::int64_t lanes, float scale,
                                      std::int64_t dim, const Rows& to) {
+  if (to.base == nullptr) return;  // this gradient is not asked for
   constexpr std::int64_t kPieceFloats = 2048;  // long runs of each sum, and all of them in cache
   alignas(64) float piece[kPieceFloats];
   const std::int64_t rows_at_once = kPieceFloats / lanes;

@@ -51,6 +51,7 @@ void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, Th
                              .packed = memory,
                              .sums = sums,
                              .scratch = memory + sizes.packed + sizes.sums,
+                             .whole_head = true,
                              .next_batch = next / job.kv_heads,
                              .next_kv_head = next % job.kv_heads});
     kernels.write_key_gradients(

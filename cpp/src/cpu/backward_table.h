@@ -39,6 +39,8 @@ struct BackwardTask {
   const void* packed = nullptr;  // filled by pack_keys, at least over what the blocks see
   void* sums = nullptr;
   void* scratch = nullptr;  // all three 64-byte aligned
+  // Whether the blocks are all that there are: dk and dv will be written right after this task.
+  bool whole_head = false;
   // The (batch, kv head) whose task likely follows on this core, to fetch its rows ahead.
   std::int64_t next_batch = 0;
   std::int64_t next_kv_head = 0;
