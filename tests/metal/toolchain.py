@@ -1,13 +1,13 @@
 """A clang for the simulated Metal device.
 
-`toolchain.py DIR` writes DIR/bin/{clang,clang++,ar,ranlib} and prints DIR/bin. metal-cpp needs block
-syntax and the translated shaders need vector extensions, so both want clang. The one that pip brings
+`toolchain.py DIR` writes DIR/bin/{clang,clang++,ar,ranlib} and prints DIR/bin. metal-cpp needs
+block syntax and the translated shaders need vector extensions: both want clang. The one pip brings
 is zig's (`ziglang`, pinned); the files written here are shell scripts that start it. An installed
 clang >= 16 is taken instead when asked for with --system, which the sanitizer builds do: zig brings
 no AddressSanitizer runtime.
 
-The scripts translate what zig spells differently: -march=x86-64-vN, and a baseline CPU where gcc and
-clang mean one. Zig builds libc++ on its first link; the result stays in ZIG_GLOBAL_CACHE_DIR
+The scripts translate what zig spells differently: -march=x86-64-vN, and a baseline CPU where gcc
+and clang mean one. Zig builds libc++ on its first link; the result stays in ZIG_GLOBAL_CACHE_DIR
 (default ~/.cache/flashattn/zig).
 """
 
