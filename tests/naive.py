@@ -116,9 +116,9 @@ class Naive:
     def backward_from_stored(
         self, out: ArrayLike, lse: ArrayLike, dout: ArrayLike, dlse: ArrayLike | None = None
     ) -> reference.Gradients:
-        """Gradients from a forward's exact results, which storing has rounded to the dtype and float32.
+        """Gradients from a forward's exact results, rounded by storing to the dtype and float32.
 
-        P = exp(S - lse) and delta = rowsum(dout * out) - dlse: an error of lse is one of the whole row.
+        P = exp(S - lse), delta = rowsum(dout * out) - dlse: an error of lse is its whole row's.
         """
         rnd = self.round
         self.forward()

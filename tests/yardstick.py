@@ -3,7 +3,7 @@ rule's measure.
 
 The largest error of a small output is a matter of luck: a single number may come out exact. So a
 small problem is measured on copies of itself whose inputs are varied by 5 %, each against its own
-oracle, until some 2^15 outputs have been seen, and the largest error counts. Gradients are measured
+oracle, until some 2^14 outputs have been seen, and the largest error counts. Gradients are measured
 on both plain ways to get them (tests/naive.py).
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tolerance import distance
 
 Arrays = tuple[NDArray[Any], ...]
-OUTPUTS = 1 << 15
+OUTPUTS = 1 << 14
 MOST_COPIES = 32
 GRADIENTS = ("dq", "dk", "dv", "dmask", "dalibi_slopes", "dsinks")
 
