@@ -51,8 +51,8 @@ struct Dropout {
   bool operator==(const Dropout&) const = default;
 };
 
-// Every member below has an initialiser, so that designated initialisers may leave any out without a
-// warning.
+// Every member below has an initialiser, so that designated initialisers may leave any out without
+// a warning.
 
 // Everything that is not an array. The defaults are plain attention.
 struct AttentionOptions {
