@@ -1,0 +1,32 @@
+"""What the documents say: their Python runs, their links lead somewhere, and the version is one."""
+
+import re
+from pathlib import Path
+
+import flashattn
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("source", PYTHON_BLOCKS, ids=["numpy", "torch"])
+def test_the_readme_runs(source: str) -> None:
+    if "import torch" in source:
+        pytest.importorskip("torch")
+    exec(compile(source, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_to_a_file(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+    missing = [target for target in targets if not (document.parent / target).exists()]
+    assert not missing
+
+
+def test_the_version_is_the_one_in_cmakelists() -> None:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    found = re.search(r"project\(flashattn VERSION ([0-9.]+)", text)
+    assert found is not None
+    assert flashattn.__version__ == found[1]
