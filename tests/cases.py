@@ -27,6 +27,11 @@ DTYPES = {
 }
 
 
+def _is_given(value: Any) -> bool:
+    """Neither None nor False; 0 is a value."""
+    return value is not None and value is not False
+
+
 @dataclass(frozen=True)
 class Case:
     """Sizes and options. Options that are arrays are named by kind and drawn in build()."""
@@ -72,7 +77,7 @@ class Case:
             "sinks",
             "dropout_p",
         )
-        said = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) not in (None, False)]
+        said = [f"{n}={getattr(self, n)}" for n in names if _is_given(getattr(self, n))]
         return ",".join([sizes, self.dtype, *said]).replace(" ", "")
 
 
@@ -98,7 +103,8 @@ class Problem:
     def _options(self) -> dict[str, Any]:
         case = self.case
         plain = ("causal", "window", "scale", "softcap", "k_offset", "dropout_p")
-        opts = {n: getattr(case, n) for n in plain if getattr(case, n) not in (None, False)}
+        values = {n: getattr(case, n) for n in plain}
+        opts = {n: x for n, x in values.items() if _is_given(x)}
         if case.q_offset is not None:
             one = isinstance(case.q_offset, int)
             opts["q_offset"] = case.q_offset if one else np.array(case.q_offset, np.int64)
