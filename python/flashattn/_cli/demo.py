@@ -111,7 +111,7 @@ def _errors(
 
 def _memory(shape: tuple[int, ...]) -> dict[str, Any]:
     """Peak bytes above inputs and outputs, of this package and of the O(T^2) way."""
-    request = {"shape": shape, "causal": True, "backward": True}
+    request = {"shape": shape, "causal": True, "passes": "both"}
     return {
         way: run_child("flashattn._cli.memory", {**request, "way": way})
         for way in ("flashattn", "naive")
