@@ -10,10 +10,22 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "translate"))
 
+from build_kernel import find_clang
 from simulator import Simulator
+from tokens import TranslationError
 
 DEFAULTS = {"check": True, "map": "row", "schedule": "fifo", "seed": 1, "shuffle": False}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clang() -> list[str]:
+    """The command of the compiler; without one nothing here can run."""
+    try:
+        return find_clang("")
+    except TranslationError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

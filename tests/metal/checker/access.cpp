@@ -17,7 +17,8 @@ void AccessChecker::begin_dispatch() {
   locations_.clear();
   by_counter_.clear();
   by_source_.clear();
-  last_counter_ = nullptr;
+  recent_.fill({nullptr, 0});
+  last_source_ = {nullptr, 0};
 }
 
 void AccessChecker::begin_threadgroup() {
@@ -30,15 +31,15 @@ void AccessChecker::begin_threadgroup() {
 
 LocationId AccessChecker::location(const void* program_counter) {
   if (in_matrix_access_) return matrix_location_;
-  if (program_counter == last_counter_) return last_id_;
+  auto& recent = recent_[(reinterpret_cast<std::uintptr_t>(program_counter) >> 2) % recent_.size()];
+  if (recent.first == program_counter) return recent.second;
   auto [entry, is_new] = by_counter_.try_emplace(program_counter, 0);
   if (is_new) {
     locations_.push_back({program_counter, {nullptr, 0}});
     entry->second = static_cast<LocationId>(locations_.size());
   }
-  last_counter_ = program_counter;
-  last_id_ = entry->second;
-  return last_id_;
+  recent = {program_counter, entry->second};
+  return entry->second;
 }
 
 std::string AccessChecker::describe(LocationId id) {
@@ -62,12 +63,15 @@ std::string AccessChecker::by_thread(std::uint32_t thread) const {
 void AccessChecker::matrix_access_begin(const void* pointer, std::size_t bytes, bool store,
                                         abi::Source source) {
   in_matrix_access_ = true;
-  auto [entry, is_new] = by_source_.try_emplace({source.file, source.line}, 0);
-  if (is_new) {
-    locations_.push_back({nullptr, source});
-    entry->second = static_cast<LocationId>(locations_.size());
+  if (source.line != last_source_.line || source.file != last_source_.file) {
+    auto [entry, is_new] = by_source_.try_emplace({source.file, source.line}, 0);
+    if (is_new) {
+      locations_.push_back({nullptr, source});
+      entry->second = static_cast<LocationId>(locations_.size());
+    }
+    last_source_ = source;
+    matrix_location_ = entry->second;
   }
-  matrix_location_ = entry->second;
   if (group_.thread().index % 32u != 0) return;
   Counters& counters = group_.dispatch().counters;
   const bool threadgroup = group_.memory().contains(pointer);

@@ -4,6 +4,7 @@
 // are seen, and counted.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -60,7 +61,8 @@ class AccessChecker {
   CellArray arena_cells_;
   std::size_t arena_used_ = 0;
   bool in_matrix_access_ = false;
-  LocationId matrix_location_ = 0;
+  abi::Source last_source_{nullptr, 0};
+  LocationId matrix_location_ = 0;  // of last_source_
   // Locations by number - 1: an address in the module, or a line given by the kernel itself.
   struct Location {
     const void* program_counter = nullptr;
@@ -69,8 +71,8 @@ class AccessChecker {
   std::vector<Location> locations_;
   std::map<const void*, LocationId> by_counter_;
   std::map<std::pair<const char*, int>, LocationId> by_source_;
-  const void* last_counter_ = nullptr;
-  LocationId last_id_ = 0;
+  // A direct-mapped cache of by_counter_: a loop alternates between few program counters.
+  std::array<std::pair<const void*, LocationId>, 256> recent_{};
   // Barriers whose mem_flags left out an address space since the last one that named it, for the
   // message.
   abi::Source weak_threadgroup_{nullptr, 0};
