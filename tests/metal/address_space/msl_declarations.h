@@ -37,8 +37,8 @@ MSL_VECTORS(ulong)
 
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
-#define FLT_MAX 0x1.fffffep127f
-#define FLT_MIN 0x1.0p-126f
+#define FLT_MAX 3.40282347e+38f
+#define FLT_MIN 1.17549435e-38f
 #define M_LOG2E_F 1.44269504088896340736f
 #define M_LN2_F 0.69314718055994530942f
 

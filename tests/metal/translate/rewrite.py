@@ -254,14 +254,16 @@ class Rewriter:
         """A threadgroup array or variable in a kernel; qualifiers of pointers are left to the
         caller.
         """
-        if not (self.in_kernel and self.at_statement()):
+        if not self.at_statement():
             return False
         end = self.statement_end(self.position)
         statement, _ = strip_attributes(significant(self.tokens[self.position : end]))
         alignment, statement = take_alignment(statement)
         first = first_declarator(statement)
-        if first is None:
+        if first is None or any(token.text == "(" for token in statement[:first]):
             return False
+        if not self.in_kernel:
+            raise TranslationError(f"threadgroup '{statement[first].text}' outside a kernel")
         kind = " ".join(token.text for token in statement[:first])
         text = ""
         for part in split(statement[first:]):

@@ -18,9 +18,9 @@ typedef __bf16 bfloat;
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
 #define HUGE_VALF (__builtin_huge_valf())
-#define FLT_MAX 0x1.fffffep127f
-#define FLT_MIN 0x1.0p-126f
-#define FLT_EPSILON 0x1.0p-23f
+#define FLT_MAX 3.40282347e+38f
+#define FLT_MIN 1.17549435e-38f
+#define FLT_EPSILON 1.1920929e-7f
 #define HALF_MAX half(65504.0f)
 #define UINT_MAX 0xffffffffu
 #define INT_MAX 0x7fffffff
