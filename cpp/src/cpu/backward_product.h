@@ -46,25 +46,14 @@ FLASHATTN_INLINE void add_columns(const Product& product, std::int64_t d) {
 template <class Unit>
 FLASHATTN_NOINLINE void add_product(const Product& product) {
   std::int64_t d = 0;
-  for (std::int64_t left = product.lanes / kLanes; left > 0;) {
+  for (std::int64_t left = product.lanes / kLanes; left > 0; left = product.lanes / kLanes - d) {
     // Five vectors are 3 + 2: a tile of one is bound by the latency of its additions.
-    int vecs = left < kTileVecs ? static_cast<int>(left) : kTileVecs;
-    if (kTileVecs == 4 && left == 5) vecs = 3;
-    switch (vecs) {
-      case kTileVecs:
-        add_columns<Unit, kTileVecs>(product, d);
-        break;
-      case kTileVecs == 4 ? 3:
-        -3 : add_columns<Unit, 3>(product, d);
-        break;
-      case kTileVecs == 4 ? 2:
-        -2 : add_columns<Unit, 2>(product, d);
-        break;
-      default:
-        add_columns<Unit, 1>(product, d);
-    }
-    d += vecs * kLanes;
-    left -= vecs;
+    const std::int64_t vecs = kTileVecs == 4 && left == 5 ? 3 : left;
+    const auto columns = [&](auto count) __attribute__((always_inline)) {
+      add_columns<Unit, decltype(count)::value>(product, d * kLanes);
+      d += decltype(count)::value;
+    };
+    with_vecs<1, 1>(vecs, columns);
   }
 }
 

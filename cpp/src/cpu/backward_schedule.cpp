@@ -9,17 +9,21 @@ namespace flashattn::cpu {
 namespace {
 
 // Blocks of a subset when there are enough of them, and the most subsets. More subsets feed more
-// threads and shorten the float32 sums; each one costs sums of its own, which are added in the end.
+// threads and shorten the float32 sums; each one costs sums of its own, which are added in the end:
+// at (1, 8, 2048, 64) on one thread, four subsets ran 2 % (float32) and 6 % (bf16) faster than
+// eight.
 constexpr std::int64_t kBlocksPerSubset = 8;
 constexpr std::int64_t kMaxSubsets = 8;
 
 // Keys per index of the packing and summing loops.
 constexpr std::int64_t kKeyChunk = 256;
 
-// What the buffers of the (batch, kv head) pairs that are worked on together should take, so that
-// they stay in the last-level cache, and the tasks per thread that keep the threads busy all the
-// same.
-constexpr std::int64_t kWaveBytes = std::int64_t{8} << 20;
+// What the buffers of the (batch, kv head) pairs that are worked on together should take:
+// kCacheBytes stays in a last-level cache; up to kWaveBytes goes into having kTasksPerThread tasks
+// for each thread, so that threads idle less at the end of a wave; more than that only to feed
+// every thread.
+constexpr std::int64_t kCacheBytes = std::int64_t{8} << 20;
+constexpr std::int64_t kWaveBytes = std::int64_t{64} << 20;
 constexpr std::int64_t kTasksPerThread = 4;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -95,10 +99,13 @@ class SplitRun {
 
  private:
   std::int64_t heads_per_wave() const {
-    const std::int64_t fitting = kWaveBytes / std::max<std::int64_t>(head_bytes_, 1);
+    const std::int64_t head_bytes = std::max<std::int64_t>(head_bytes_, 1);
     const std::int64_t threads = pool_.threads();
-    const std::int64_t feeding = threads == 1 ? 1 : ceil_div(kTasksPerThread * threads, subsets_);
-    return std::clamp<std::int64_t>(std::max(fitting, feeding), 1, job_.batch * job_.kv_heads);
+    const std::int64_t feeding = ceil_div(threads, subsets_);
+    const std::int64_t balancing = threads == 1 ? 1 : ceil_div(kTasksPerThread * threads, subsets_);
+    const std::int64_t wanted =
+        std::max({kCacheBytes / head_bytes, feeding, std::min(balancing, kWaveBytes / head_bytes)});
+    return std::min(wanted, job_.batch * job_.kv_heads);
   }
 
   std::byte* slot(const Workspace& workspace, std::int64_t index) const {

@@ -14,6 +14,25 @@ constexpr int kTileVecs = 4;
 constexpr int kTileVecs = 2;
 #endif
 
+// A number of vectors as a type.
+template <int count>
+struct Vecs {
+  static constexpr int value = count;
+};
+
+// body(Vecs<n>{}) for n = min(left, kTileVecs), known to be at least `least` and a multiple of
+// `step`.
+template <int least, int step, int n = kTileVecs, class Body>
+FLASHATTN_INLINE void with_vecs(std::int64_t left, const Body& body) {
+  if constexpr (n - step < least) {
+    body(Vecs<n>{});
+  } else if (left >= n) {
+    body(Vecs<n>{});
+  } else {
+    with_vecs<least, step, n - step>(left, body);
+  }
+}
+
 // x, rounded: the compiler may not fuse the operation that made it into the next one.
 FLASHATTN_INLINE Vec rounded(Vec x) {
 #if defined(__aarch64__)
@@ -119,13 +138,6 @@ FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, cons
   }
 }
 
-// Vectors of the register tile that starts where `left` vectors remain.
-template <class Unit, bool masked>
-FLASHATTN_INLINE int tile_vecs(std::int64_t left) {
-  if (!masked || left >= kTileVecs) return kTileVecs;
-  return Unit::kElements == 2 ? 2 : static_cast<int>(left);
-}
-
 // P of a tile's keys over the lanes of vectors [first, last), multiples of Unit::kElements.
 template <class Unit, bool masked>
 FLASHATTN_INLINE void weight_tiles(const BackwardShape<Unit>& shape, const float* keys, float scale,
@@ -133,23 +145,10 @@ FLASHATTN_INLINE void weight_tiles(const BackwardShape<Unit>& shape, const float
                                    std::int64_t last) {
   for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
     at.lane = vec * kLanes;
-    switch (tile_vecs<Unit, masked>(last - vec)) {
-      case kTileVecs:
-        weight_tile<Unit, masked, kTileVecs>(shape, keys, scale, block, at);
-        break;
-      case kTileVecs == 4 ? 3:
-        -3 : if constexpr (masked && Unit::kElements == 1) {
-          weight_tile<Unit, masked, 3>(shape, keys, scale, block, at);
-        }
-        break;
-      case kTileVecs == 4 ? 2:
-        -2 : if constexpr (masked) weight_tile<Unit, masked, 2>(shape, keys, scale, block, at);
-        break;
-      default:
-        if constexpr (masked && Unit::kElements == 1) {
-          weight_tile<Unit, masked, 1>(shape, keys, scale, block, at);
-        }
-    }
+    const auto tile = [&](auto vecs) __attribute__((always_inline)) {
+      weight_tile<Unit, masked, decltype(vecs)::value>(shape, keys, scale, block, at);
+    };
+    with_vecs<masked ? 1 : kTileVecs, Unit::kElements>(last - vec, tile);
   }
 }
 
@@ -160,23 +159,10 @@ FLASHATTN_INLINE void score_gradient_tiles(const BackwardShape<Unit>& shape, con
                                            std::int64_t first, std::int64_t last) {
   for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
     at.lane = vec * kLanes;
-    switch (tile_vecs<Unit, masked>(last - vec)) {
-      case kTileVecs:
-        score_gradient_tile<Unit, masked, kTileVecs>(shape, values, block, at);
-        break;
-      case kTileVecs == 4 ? 3:
-        -3 : if constexpr (masked && Unit::kElements == 1) {
-          score_gradient_tile<Unit, masked, 3>(shape, values, block, at);
-        }
-        break;
-      case kTileVecs == 4 ? 2:
-        -2 : if constexpr (masked) score_gradient_tile<Unit, masked, 2>(shape, values, block, at);
-        break;
-      default:
-        if constexpr (masked && Unit::kElements == 1) {
-          score_gradient_tile<Unit, masked, 1>(shape, values, block, at);
-        }
-    }
+    const auto tile = [&](auto vecs) __attribute__((always_inline)) {
+      score_gradient_tile<Unit, masked, decltype(vecs)::value>(shape, values, block, at);
+    };
+    with_vecs<masked ? 1 : kTileVecs, Unit::kElements>(last - vec, tile);
   }
 }
 
