@@ -23,6 +23,7 @@ template <class Unit>
 FLASHATTN_INLINE void start_rows(const BlockScratch<Unit>& scratch) {
   for (int lane = 0; lane < kBlockQ; lane += kLanes) {
     store(scratch.row_max + lane, broadcast(-kInfinity));
+    store(scratch.row_max_log2 + lane, broadcast(-kInfinity));
     store(scratch.row_sum + lane, Vec{});
   }
 }
@@ -36,7 +37,7 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job,
   VisibleLanes lanes;
   find_visible_lanes(job.visibility[task.batch], rows, lanes);
   read_queries(job, task, rows, scratch);
-  const float scale = make_scale_positive<Unit>(job.scale, scratch.Q, kv.k_ld * kBlockQ);
+  const float scale_log2 = make_scale_positive<Unit>(job.scale, scratch.Q, kv.k_ld * kBlockQ);
   start_rows(scratch);
 
   const Rows values = rows_of(job.value, job.dtype, task.batch, task.head / job.heads_per_kv);
@@ -55,11 +56,11 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job,
       store(scratch.block_max + lane, load(scratch.row_max + lane));
     }
     score_block(kv, kv.k_ld, scratch, lanes, block);
-    const bool rose = softmax_block(scratch, block, scale * kLog2E);
+    const bool rose = softmax_block(scratch, block, scale_log2);
     value_block(kv, scratch, block, step == 0, rose, prefetcher);
     add_nonfinite_values(kv, values, job.value_dim, scratch, lanes, block);
   }
-  write_rows(job, task, rows, scratch, lanes, scale);
+  write_rows(job, task, rows, scratch, lanes);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

@@ -74,14 +74,14 @@ struct BlockScratch {
       nullptr;  // row_max * scale * log2(e), rounded once: what exponentials subtract
   float* row_sum = nullptr;
   float* block_max = nullptr;  // row_max including the keys of this step
-  float* rescale = nullptr;    // exp(scale * (old row_max - new))
+  float* rescale = nullptr;    // 2^(old row_max_log2 - new)
   float* staging = nullptr;    // rows on their way into Q, or one row of V
 
   // Without a base only the size holds.
   FLASHATTN_INLINE BlockScratch(const AttentionJob& job, void* base) {
     const std::int64_t units = units_of<Unit>(job.head_dim);
     constexpr std::int64_t kPairRows = Unit::kElements == 2 ? kBlockK / 2 : 0;
-    const std::int64_t rows = units + round_up(job.value_dim, kLanes) + kBlockK + kPairRows + 4;
+    const std::int64_t rows = units + round_up(job.value_dim, kLanes) + kBlockK + kPairRows + 5;
     const std::int64_t staged = units * kBlockQ;
     floats = rows * kBlockQ + (staged > job.value_dim ? staged : job.value_dim);
     if (base == nullptr) return;
@@ -90,7 +90,8 @@ struct BlockScratch {
     S = O + round_up(job.value_dim, kLanes) * kBlockQ;
     P = Unit::kElements == 2 ? S + kBlockK * kBlockQ : S;
     row_max = S + (kBlockK + kPairRows) * kBlockQ;
-    row_sum = row_max + kBlockQ;
+    row_max_log2 = row_max + kBlockQ;
+    row_sum = row_max_log2 + kBlockQ;
     block_max = row_sum + kBlockQ;
     rescale = block_max + kBlockQ;
     staging = rescale + kBlockQ;

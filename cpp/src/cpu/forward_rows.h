@@ -34,10 +34,10 @@ FLASHATTN_INLINE void read_queries(const AttentionJob& job, const ForwardTask& t
 
 // row_max is the maximum of the scores before scaling, so the scale it is used with must be
 // positive. The sign of a negative scale moves into Q, exactly; for a zero scale Q becomes 0 (NaN
-// where it was not finite) and the scale 1. Returns the scale that is left.
+// where it was not finite) and the scale 1. Returns the scale that is left, in units of log 2.
 template <class Unit>
 FLASHATTN_INLINE float make_scale_positive(float scale, float* Q, std::int64_t count) {
-  if (scale > 0.0F) return scale;
+  if (scale > 0.0F) return scale * kLog2E;
   for (std::int64_t i = 0; i < count; i += kLanes) {
     const Vec q = load(Q + i);
     if constexpr (Unit::kElements == 2) {
@@ -49,7 +49,7 @@ FLASHATTN_INLINE float make_scale_positive(float scale, float* Q, std::int64_t c
       store(Q + i, q * broadcast(scale < 0.0F ? -1.0F : 0.0F));
     }
   }
-  return scale < 0.0F ? -scale : 1.0F;
+  return scale < 0.0F ? -scale * kLog2E : 1.0F;
 }
 
 // One vector of rows of out, row i to to[i], i < count. O^T is multiplied by `factor` and
@@ -80,7 +80,7 @@ static void write_out(const float* O, Vec factor, std::int64_t value_dim, char* 
 template <class Unit>
 FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& task,
                                  const QueryRows& rows, const BlockScratch<Unit>& scratch,
-                                 const VisibleLanes& lanes, float scale) {
+                                 const VisibleLanes& lanes) {
   const Rows out = rows_of(job.out, job.dtype, task.batch, task.head);
   const std::ptrdiff_t head_bytes = job.out.head_stride * out.item_bytes();
   float* const lse =
@@ -90,7 +90,7 @@ FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& tas
     const VecI dead = load_int32(lanes.begin + lane) >= load_int32(lanes.end + lane);
     const Vec factor = select(dead, Vec{}, broadcast(1.0F) / row_sum);
     alignas(64) float row_lse[kLanes];
-    store(row_lse, load(scratch.row_max + lane) * broadcast(scale) + log(row_sum));
+    store(row_lse, load(scratch.row_max_log2 + lane) * broadcast(kLn2) + log(row_sum));
     const std::int64_t count = rows.count - lane;
     char* to[kLanes] = {};
     for (int i = 0; i < kLanes && i < count; ++i) {

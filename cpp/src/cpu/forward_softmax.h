@@ -11,13 +11,13 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 // keys. Two chains of additions: one would be bound by their latency.
 template <class Unit>
 FLASHATTN_INLINE Vec exponentials(const BlockScratch<Unit>& scratch, const KeyBlock& block, int n,
-                                  Vec scale_log2, Vec subtracted) {
+                                  Vec scale_log2, Vec minus_max_log2) {
   Vec sum_even{};
   Vec sum_odd{};
   float* S = scratch.S + block.begin[n] * kBlockQ + n * kLanes;
   for (int k = block.begin[n]; k < block.end[n]; k += 2, S += 2 * kBlockQ) {
-    const Vec even = exp2<Unit::kExpDegree>((load(S) - subtracted) * scale_log2);
-    const Vec odd = exp2<Unit::kExpDegree>((load(S + kBlockQ) - subtracted) * scale_log2);
+    const Vec even = exp2<Unit::kExpDegree>(load(S) * scale_log2 + minus_max_log2);
+    const Vec odd = exp2<Unit::kExpDegree>(load(S + kBlockQ) * scale_log2 + minus_max_log2);
     sum_even += even;
     sum_odd += odd;
     if constexpr (Unit::kElements == 2) {
@@ -44,14 +44,17 @@ FLASHATTN_INLINE bool softmax_block(const BlockScratch<Unit>& scratch, const Key
     }
     const Vec old_max = load(scratch.row_max + lane);
     const Vec new_max = load(scratch.block_max + lane);
+    const Vec old_log2 = load(scratch.row_max_log2 + lane);
+    const Vec new_log2 = new_max * broadcast(scale_log2);
     store(scratch.row_max + lane, new_max);
+    store(scratch.row_max_log2 + lane, new_log2);
     // A lane that has seen nothing above -inf subtracts 0: all its exponentials are 0 and none is
     // NaN.
-    const Vec subtracted = select(new_max == broadcast(-kInfinity), Vec{}, new_max);
-    const Vec rescale = exp2<6>((old_max - subtracted) * broadcast(scale_log2));
+    const Vec minus_max = -select(new_max == broadcast(-kInfinity), Vec{}, new_log2);
+    const Vec rescale = exp2<6>(old_log2 + minus_max);
     store(scratch.rescale + lane, rescale);
     rose |= any(old_max != new_max);
-    const Vec sum = exponentials(scratch, block, n, broadcast(scale_log2), subtracted);
+    const Vec sum = exponentials(scratch, block, n, broadcast(scale_log2), minus_max);
     store(scratch.row_sum + lane, load(scratch.row_sum + lane) * rescale + sum);
   }
   return rose;
