@@ -304,3 +304,25 @@ def test_processes_share_the_cache(tmp_path: Path) -> None:
 def test_unknown_maps_are_refused(name: str, simulator: Simulator) -> None:
     with pytest.raises(SimulatorError, match="METAL_SIM_MAP"):
         simulator.set(map=name)
+
+
+def test_schedules_are_different_orders_of_the_same_threads(simulator: Simulator) -> None:
+    source = f"""{PRELUDE}
+    kernel void f(device atomic_uint* next [[buffer(0)]], device uint* order [[buffer(1)]],
+                  uint i [[thread_index_in_threadgroup]]) {{
+      threadgroup_barrier(mem_flags::mem_none);
+      order[atomic_fetch_add_explicit(next, 1u, memory_order_relaxed)] = i;
+    }}"""
+    kernel = simulator.compile(source).kernel("f")
+    orders = {}
+    seeded = [(name, seed) for name in ("random", "priority") for seed in (1, 2)]
+    for schedule, seed in [("fifo", 1), ("lifo", 1), *seeded]:
+        simulator.set(schedule=schedule, seed=seed)
+        for repetition in range(2):
+            order = np.zeros(128, np.uint32)
+            kernel((1, 1, 1), (128, 1, 1), [np.zeros(1, np.uint32), order])
+            assert sorted(order) == list(range(128))
+            assert repetition == 0 or tuple(order) == orders[schedule, seed]
+            orders[schedule, seed] = tuple(order)
+    assert orders["fifo", 1] == tuple(range(128))
+    assert len(set(orders.values())) == len(orders)

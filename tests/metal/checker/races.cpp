@@ -91,7 +91,12 @@ void AccessChecker::report_race(const Access& access, const AccessRecord& before
   const std::string kind = access.write ? "write" : "read";
   std::string text = "race on " + std::string(access.space) + " '" + access.name + "': " + kind +
                      " at " + where + " by " + by_thread(group_.thread().index) + ", earlier " +
-                     earlier + " at " + there + " by thread " + std::to_string(before.thread);
+                     earlier + " at " + there;
+  // The cell remembers the last reader alone, who may be the writer: then another thread read
+  // before it.
+  text += before.thread == group_.thread().index && !other_group
+              ? " by several threads"
+              : " by thread " + std::to_string(before.thread);
   if (other_group) {
     text +=
         " of threadgroup " + std::to_string(before.run - 1) + ": no barrier orders threadgroups";

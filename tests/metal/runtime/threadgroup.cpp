@@ -13,9 +13,7 @@
 namespace metal_sim {
 namespace {
 
-// Read at every operation of a kernel. The initial-exec model makes that one load; it takes eight
-// bytes of the space the loader keeps for libraries that come late.
-__attribute__((tls_model("initial-exec"))) thread_local Threadgroup* running = nullptr;
+thread_local Threadgroup* running = nullptr;
 
 }  // namespace
 
