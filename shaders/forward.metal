@@ -5,32 +5,35 @@
 //
 //   for each block of block_k keys:
 //     S = Q K^T                                   fragments, 8 rows per simdgroup
-//     m' = max(m, rowmax(c S));  P = exp2(c S - m')   four lanes per row, c = scale * log2(e)
-//     l = l * exp2(m - m') + rowsum(P)
-//     O = diag(exp2(m - m')) O + P V
-//   O = diag(1 / l) O;  L = (m + log2 l) ln 2
+//     m' = max(m, rowmax(S));  P = exp2(c (S - m'))   four lanes per row, c = scale * log2(e)
+//     l = l * exp2(c (m - m')) + rowsum(P)
+//     O = diag(exp2(c (m - m'))) O + P V
+//   O = diag(1 / l) O;  L = scale m + log l
+// With a negative scale S and scale change their signs first. The difference S - m' is taken before
+// it is scaled, so that the largest scores lose nothing to rounding.
 #include "tile.h"
 
 // Scores of the lane's row become probabilities in place; returns the factor of what was summed
-// before. row_max and row_sum are the running m and l of the row, the same in its four lanes.
+// before. row_max and row_sum are the running m and l of the row, the same in its four lanes;
+// `sign` is the scale's and `scale_log2e` is |scale| * log2(e).
 template <uint block_k>
-float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, float scale_log2e,
-                   uint quarter, thread float& row_max, thread float& row_sum) {
+float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, float sign,
+                   float scale_log2e, uint quarter, thread float& row_max, thread float& row_sum) {
   float block_max = row_max;
   for (uint c = quarter; c < block_k; c += kLanesPerRow) {
     const int j = int(first_key + c);
-    if (j >= keys.begin && j < keys.end) block_max = max(block_max, row_scores[c] * scale_log2e);
+    if (j >= keys.begin && j < keys.end) block_max = max(block_max, sign * row_scores[c]);
   }
   block_max = row_max4(block_max);
   float block_sum = 0.0f;
   for (uint c = quarter; c < block_k; c += kLanesPerRow) {
     const int j = int(first_key + c);
     float p = 0.0f;
-    if (j >= keys.begin && j < keys.end) p = exp2(row_scores[c] * scale_log2e - block_max);
+    if (j >= keys.begin && j < keys.end) p = exp2((sign * row_scores[c] - block_max) * scale_log2e);
     row_scores[c] = p;
     block_sum += p;
   }
-  const float correction = exp2(row_max - block_max);
+  const float correction = exp2((row_max - block_max) * scale_log2e);
   row_sum = row_sum * correction + row_sum4(block_sum);
   row_max = block_max;
   return correction;
@@ -90,6 +93,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   load_strip(Q, arena + simdgroup * kFragment * head_tile, head_tile);
   fill_zero(O);
 
+  const float sign = params.scale < 0.0f ? -1.0f : 1.0f;
   float row_max = -FLT_MAX;
   float row_sum = 0.0f;
   threadgroup float* K = arena;
@@ -114,8 +118,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     store_strip(S, own_scores, score_stride);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     const float correction =
-        softmax_step<block_k>(own_scores + at.row * score_stride, j, keys, params.scale_log2e,
-                              at.quarter, row_max, row_sum);
+        softmax_step<block_k>(own_scores + at.row * score_stride, j, keys, sign,
+                              sign * params.scale_log2e, at.quarter, row_max, row_sum);
     scale_rows(O, correction, own_scratch, lane);
     if (poisoned == 0u) {
       multiply_accumulate<block_k / kFragment>(O, own_scores, score_stride, V, value_stride);
@@ -132,7 +136,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   const uint row = simdgroup * kFragment + at.row;
   if (at.quarter == 0 && row < valid_rows) {
     lse[scalar_index(params.lse, b, h, first_row + row)] =
-        dead ? -INFINITY : (row_max + log2(row_sum)) * M_LN2_F;
+        dead ? -INFINITY : fma(sign * params.scale, row_max, log(row_sum));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(O, arena + simdgroup * kFragment * value_tile, value_tile);

@@ -16,6 +16,8 @@ inline float to_float(Bfloat16 x) { return as_type<float>(uint(x.bits) << 16); }
 
 inline bool is_finite_bits(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
+inline float finite_or_zero(float x) { return is_finite_bits(x) ? x : 0.0f; }
+
 // Rounds to nearest even; a NaN stays a NaN.
 inline ushort round_to_bfloat16(float x) {
   const uint bits = as_type<uint>(x);

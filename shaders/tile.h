@@ -143,9 +143,10 @@ void multiply_accumulate(thread simdgroup_float8x8 (&sum)[columns],
 }
 
 // The same sum for a tile with values that are not finite: a weight of 0 times such a value would
-// poison a row that may not see it, so excluded columns are skipped. Bit c of visible[r] tells
-// whether row r sees column c. Plain lane arithmetic; the strip's contribution goes through
-// `scratch`, one 8x8 tile of this simdgroup.
+// poison a row that may not see it. The product takes 0 in their place, so that such a row keeps
+// the bits it has without them, and the rows that do see them add them on their own. Bit c of
+// visible[r] tells whether row r sees column c. What is added goes through `scratch`, one 8x8 tile
+// of this simdgroup.
 template <uint inner, uint columns>
 void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns],
                          threadgroup const float* weights, uint weights_stride,
@@ -158,17 +159,28 @@ void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns],
     for (uint c = at.quarter; c < kFragment; c += kLanesPerRow) {
       float total = 0.0f;
       for (uint j = 0; j < inner * kFragment; ++j) {
-        if ((visible[at.row] >> j & 1u) != 0u) {
-          total += weights[at.row * weights_stride + j] * tile[j * tile_stride + d * kFragment + c];
+        const float x = tile[j * tile_stride + d * kFragment + c];
+        if ((visible[at.row] >> j & 1u) != 0u && !is_finite_bits(x)) {
+          total += weights[at.row * weights_stride + j] * x;
         }
       }
       scratch[at.row * kFragment + c] = total;
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    simdgroup_float8x8 contribution;
-    simdgroup_load(contribution, scratch, kFragment);
-    sum[d].thread_elements()[0] += contribution.thread_elements()[0];
-    sum[d].thread_elements()[1] += contribution.thread_elements()[1];
+    simdgroup_float8x8 seen;
+    simdgroup_load(seen, scratch, kFragment);
+    // The order of multiply_accumulate.
+    for (uint j = 0; j < inner; ++j) {
+      simdgroup_float8x8 weight;
+      simdgroup_float8x8 values;
+      simdgroup_load(weight, weights + j * kFragment, weights_stride);
+      simdgroup_load(values, tile + j * kFragment * tile_stride + d * kFragment, tile_stride);
+      values.thread_elements()[0] = finite_or_zero(values.thread_elements()[0]);
+      values.thread_elements()[1] = finite_or_zero(values.thread_elements()[1]);
+      simdgroup_multiply_accumulate(sum[d], weight, values, sum[d]);
+    }
+    sum[d].thread_elements()[0] += seen.thread_elements()[0];
+    sum[d].thread_elements()[1] += seen.thread_elements()[1];
   }
 }
 
