@@ -7,13 +7,6 @@
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
-// Vectors of a register tile: all accumulators, a row of B and a broadcast must fit the registers.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTileVecs = 4;
-#else
-constexpr int kTileVecs = 2;
-#endif
-
 // A number of vectors as a type.
 template <int count>
 struct Vecs {
@@ -93,8 +86,7 @@ template <class Unit, bool masked, int vecs>
 FLASHATTN_INLINE void weight_tile(const BackwardShape<Unit>& shape, const float* keys, float scale,
                                   const QueryBlock<Unit>& block, TilePlace at) {
   Vec acc[kTileRows][vecs];
-  zero_tile(acc);
-  multiply<Unit>(shape.head_units, keys + at.key * shape.head_packed, shape.head_packed, 1,
+  dot_tile<Unit>(shape.head_units, keys + at.key * shape.head_packed, shape.head_packed,
                  block.q_columns + at.lane, kBlockQ, acc);
   FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
     const Vec lse = load(block.lse + at.lane + n * kLanes);
@@ -112,8 +104,7 @@ template <class Unit, bool masked, int vecs>
 FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, const float* values,
                                           const QueryBlock<Unit>& block, TilePlace at) {
   Vec acc[kTileRows][vecs];
-  zero_tile(acc);
-  multiply<Unit>(shape.value_units, values + at.key * shape.value_packed, shape.value_packed, 1,
+  dot_tile<Unit>(shape.value_units, values + at.key * shape.value_packed, shape.value_packed,
                  block.dout_columns + at.lane, kBlockQ, acc);
   FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
     const Vec delta = load(block.delta + at.lane + n * kLanes);

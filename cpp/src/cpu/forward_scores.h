@@ -7,9 +7,6 @@
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
-// Units summed in one go: long dot products are sums of sums, whose error grows more slowly.
-constexpr std::int64_t kDepthStep = 64;
-
 // Selects, so that a score of an excluded key is -inf even when it was NaN.
 template <int vecs>
 FLASHATTN_INLINE void mask_tile(const VisibleLanes& lanes, int lane, std::int64_t key,
@@ -31,18 +28,7 @@ FLASHATTN_INLINE void score_tile(const PackedHead<Unit>& head, std::int64_t dept
                                  const KeyBlock& block, int k, int lane) {
   const std::int64_t key = block.first_key + k;
   Vec s[kTileRows][vecs];
-  zero_tile(s);
-  const float* const K = head.K + key * head.k_ld;
-  const float* const Q = scratch.Q + lane;
-  multiply<Unit>(depth < kDepthStep ? depth : kDepthStep, K, head.k_ld, 1, Q, kBlockQ, s);
-  for (std::int64_t u = kDepthStep; u < depth; u += kDepthStep) {
-    const std::int64_t left = depth - u;
-    Vec part[kTileRows][vecs];
-    zero_tile(part);
-    multiply<Unit>(left < kDepthStep ? left : kDepthStep, K + u, head.k_ld, 1, Q + u * kBlockQ,
-                   kBlockQ, part);
-    add_tile(part, s);
-  }
+  dot_tile<Unit>(depth, head.K + key * head.k_ld, head.k_ld, scratch.Q + lane, kBlockQ, s);
   const int vec = lane / kLanes;
   if (key < lanes.every_begin[vec + vecs - 1] || key + kTileRows > lanes.every_end[vec]) {
     mask_tile(lanes, lane, key, s);

@@ -95,4 +95,24 @@ FLASHATTN_INLINE void multiply(std::int64_t depth, const float* A, std::ptrdiff_
   multiply_range<Unit, 0, vecs>(depth, A, a_row, a_depth, B, b_depth, acc);
 }
 
+// Units that dot_tile sums in one go: a long dot product is a sum of sums, whose error grows more
+// slowly. Forward and backward take the same steps, so that backward meets the scores of lse.
+constexpr std::int64_t kDepthStep = 64;
+
+// acc[m][n] = sum of A[m * a_row + k] B[k * b_depth + n * kLanes ..] over the units k of depth.
+template <class Unit, int rows, int vecs>
+FLASHATTN_INLINE void dot_tile(std::int64_t depth, const float* A, std::ptrdiff_t a_row,
+                               const float* B, std::ptrdiff_t b_depth, Vec (&acc)[rows][vecs]) {
+  zero_tile(acc);
+  multiply<Unit>(depth < kDepthStep ? depth : kDepthStep, A, a_row, 1, B, b_depth, acc);
+  for (std::int64_t k = kDepthStep; k < depth; k += kDepthStep) {
+    const std::int64_t left = depth - k;
+    Vec part[rows][vecs];
+    zero_tile(part);
+    multiply<Unit>(left < kDepthStep ? left : kDepthStep, A + k, a_row, 1, B + k * b_depth, b_depth,
+                   part);
+    add_tile(part, acc);
+  }
+}
+
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
