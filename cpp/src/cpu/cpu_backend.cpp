@@ -141,6 +141,11 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
   if (problem.device != DeviceKind::kCpu) {
     return {.ok = false, .reason = "the arrays are not in host memory"};
   }
+  // The kernels count keys in int32 lanes, padded to whole tiles.
+  if (problem.seqlen_k > std::numeric_limits<std::int32_t>::max() - 128) {
+    return {.ok = false,
+            .reason = "seqlen_k is too large for the cpu backend (2^31 - 129 at most)"};
+  }
   if (problem.mask != MaskKind::kNone) return missing("mask");
   if (problem.softcap != 0.0F) return missing("softcap");
   if (problem.alibi) return missing("alibi_slopes");

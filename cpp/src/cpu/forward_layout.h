@@ -70,8 +70,8 @@ struct BlockScratch {
   float* S = nullptr;        // S^T [kBlockK], then P^T in its place where a unit is a float32
   float* P = nullptr;        // P^T: S, or pairs of keys [kBlockK / 2]
   float* row_max = nullptr;  // of the scores before scaling
-  float* row_max_log2 =
-      nullptr;  // row_max * scale * log2(e), rounded once: what exponentials subtract
+  // row_max * scale * log2(e), rounded once: what the exponentials subtract.
+  float* row_max_log2 = nullptr;
   float* row_sum = nullptr;
   float* block_max = nullptr;  // row_max including the keys of this step
   float* rescale = nullptr;    // 2^(old row_max_log2 - new)

@@ -77,12 +77,14 @@ FLASHATTN_INLINE Vec concat_bf16(Vec low, Vec high) {
   return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Lane i holds the pair (low[i], high[i]) as bf16.
-FLASHATTN_INLINE Vec interleave_bf16(Vec low, Vec high) {
-  static const std::uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+// Not local to the function below: clang would give it a weak symbol there.
+constexpr std::uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i order = _mm512_loadu_si512(kOrder);
+
+// Lane i holds the pair (low[i], high[i]) as bf16.
+FLASHATTN_INLINE Vec interleave_bf16(Vec low, Vec high) {
+  const __m512i order = _mm512_loadu_si512(kInterleave);
   const __m512i both = reinterpret_cast<__m512i>(concat_bf16(low, high));
   return reinterpret_cast<Vec>(_mm512_permutexvar_epi16(order, both));
 }
