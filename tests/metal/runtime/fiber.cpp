@@ -25,21 +25,24 @@ namespace metal_sim {
 namespace {
 
 constexpr std::size_t kGuardBytes = 16 * 1024;  // a whole page for every page size in use
+// Room to align the stack; pages never touched cost nothing.
+constexpr std::size_t kMappingBytes = 2 * abi::kStackBlock + kGuardBytes;
 
 }  // namespace
 
 Fiber::~Fiber() {
-  if (mapping_ != nullptr) munmap(mapping_, kStackBytes + kGuardBytes);
+  if (mapping_ != nullptr) munmap(mapping_, kMappingBytes);
 }
 
 void Fiber::prepare(void (*entry)()) {
   if (mapping_ == nullptr) {
-    void* mapping = mmap(nullptr, kStackBytes + kGuardBytes, PROT_READ | PROT_WRITE,
+    void* mapping = mmap(nullptr, kMappingBytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     mapping_ = static_cast<char*>(mapping);
-    mprotect(mapping_, kGuardBytes, PROT_NONE);
-    stack_ = mapping_ + kGuardBytes;
+    const std::uintptr_t lowest = reinterpret_cast<std::uintptr_t>(mapping_) + kGuardBytes;
+    stack_ = mapping_ + kGuardBytes + (kStackBytes - lowest % kStackBytes) % kStackBytes;
+    mprotect(stack_ - kGuardBytes, kGuardBytes, PROT_NONE);
   }
 #ifdef METAL_SIM_ASAN
   // The frames of the last use were abandoned, not left: their red zones are still marked.

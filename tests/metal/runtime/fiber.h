@@ -4,6 +4,8 @@
 
 #include <cstddef>
 
+#include "kernel_abi.h"
+
 namespace metal_sim {
 
 class Fiber {
@@ -31,11 +33,11 @@ class Fiber {
   }
 
  private:
-  static constexpr std::size_t kStackBytes = 256 * 1024;
+  static constexpr std::size_t kStackBytes = abi::kStackBlock;
 
   void* stack_pointer_ = nullptr;
   char* stack_ = nullptr;    // lowest usable byte; nullptr for the OS thread's stack
-  char* mapping_ = nullptr;  // stack_ and a guard page below it
+  char* mapping_ = nullptr;  // holds stack_ and a guard page below it
   // Bounds of the OS thread's stack, for AddressSanitizer.
   [[maybe_unused]] const void* asan_bottom_ = nullptr;
   [[maybe_unused]] std::size_t asan_bytes_ = 0;

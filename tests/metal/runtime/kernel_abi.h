@@ -12,6 +12,9 @@ namespace metal_sim::abi {
 constexpr uint32_t kVersion = 1;
 constexpr size_t kExchangeStride = 64;  // bytes between the slots of two lanes
 constexpr int kMaxBuffers = 31;
+// A fiber's stack fills one block of this size and alignment, so that two addresses tell by their
+// upper bits whether they are on one stack.
+constexpr size_t kStackBlock = 256 * 1024;
 
 // The .metal file and line of a statement.
 struct Source {
