@@ -1,6 +1,7 @@
-// Declarations, without bodies, of what shaders use from the Metal standard library, in C++ for OpenCL, whose address
-// spaces are those of Metal under other names. Only types are checked against this file: nothing is ever run.
-// check.py defines device, threadgroup, constant and thread as OpenCL qualifiers before including it.
+// Declarations, without bodies, of what shaders use from the Metal standard library, in C++ for
+// OpenCL, whose address spaces are those of Metal under other names. Only types are checked against
+// this file: nothing is ever run. check.py defines device, threadgroup, constant and thread as
+// OpenCL qualifiers before including it.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
 #pragma OPENCL EXTENSION __cl_clang_variadic_functions : enable
@@ -64,15 +65,16 @@ void simdgroup_barrier(mem_flags flags);
   half name(half x);     \
   float2 name(float2 x); \
   float4 name(float4 x);
-#define MSL_FLOAT_FUNCTIONS                                                                   \
-  MSL_UNARY(exp) MSL_UNARY(exp2) MSL_UNARY(log) MSL_UNARY(log2) MSL_UNARY(sqrt)               \
-  MSL_UNARY(rsqrt) MSL_UNARY(fabs) MSL_UNARY(abs) MSL_UNARY(tanh) MSL_UNARY(floor)            \
-  MSL_UNARY(ceil) MSL_UNARY(rint) MSL_UNARY(trunc) MSL_UNARY(sin) MSL_UNARY(cos)              \
-  float pow(float x, float y);                                                                \
-  float fma(float a, float b, float c);                                                       \
-  float ldexp(float x, int n);                                                                \
-  float copysign(float x, float y);                                                           \
-  float fmax(float a, float b);                                                               \
+#define MSL_FLOAT_FUNCTIONS                                                                       \
+  MSL_UNARY(exp)                                                                                  \
+  MSL_UNARY(exp2) MSL_UNARY(log) MSL_UNARY(log2) MSL_UNARY(sqrt) MSL_UNARY(rsqrt) MSL_UNARY(fabs) \
+      MSL_UNARY(abs) MSL_UNARY(tanh) MSL_UNARY(floor) MSL_UNARY(ceil) MSL_UNARY(rint)             \
+          MSL_UNARY(trunc) MSL_UNARY(sin) MSL_UNARY(cos) float                                    \
+          pow(float x, float y);                                                                  \
+  float fma(float a, float b, float c);                                                           \
+  float ldexp(float x, int n);                                                                    \
+  float copysign(float x, float y);                                                               \
+  float fmax(float a, float b);                                                                   \
   float fmin(float a, float b);
 MSL_FLOAT_FUNCTIONS
 namespace fast {
@@ -82,9 +84,9 @@ namespace precise {
 MSL_FLOAT_FUNCTIONS
 }
 
-#define MSL_ORDER(T)        \
-  T min(T a, T b);          \
-  T max(T a, T b);          \
+#define MSL_ORDER(T) \
+  T min(T a, T b);   \
+  T max(T a, T b);   \
   T clamp(T x, T a, T b);
 MSL_ORDER(float)
 MSL_ORDER(half)
@@ -155,11 +157,11 @@ template <class T>
 void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& d, device const T* source, ulong stride = 8,
                     ulong2 origin = 0, bool transpose = false);
 template <class T>
-void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& d, threadgroup const T* source, ulong stride = 8,
-                    ulong2 origin = 0, bool transpose = false);
+void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& d, threadgroup const T* source,
+                    ulong stride = 8, ulong2 origin = 0, bool transpose = false);
 template <class T>
-void simdgroup_store(simdgroup_matrix<T, 8, 8> a, device T* target, ulong stride = 8, ulong2 origin = 0,
-                     bool transpose = false);
+void simdgroup_store(simdgroup_matrix<T, 8, 8> a, device T* target, ulong stride = 8,
+                     ulong2 origin = 0, bool transpose = false);
 template <class T>
 void simdgroup_store(simdgroup_matrix<T, 8, 8> a, threadgroup T* target, ulong stride = 8,
                      ulong2 origin = 0, bool transpose = false);

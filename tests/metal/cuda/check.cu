@@ -42,7 +42,15 @@ struct Entry {
   Storage storage;
   int head_tile, value_tile;
   int block_rows, threads;
+  int constants;  // bit n: function constant n is on
   bool fault;
+
+  bool accumulates() const {
+    return (constants >> abi::kConstantAccumulate & 1) != 0 && kind != Kind::kDelta;
+  }
+  bool subtracts() const {
+    return (constants >> abi::kConstantHasDlse & 1) != 0 && kind == Kind::kDelta;
+  }
 };
 
 constexpr Entry kEntries[] = {
@@ -109,6 +117,11 @@ std::vector<float> narrow(const std::vector<double>& values) {
   return {values.begin(), values.end()};
 }
 
+// What is in dq, dk and dv before a kernel that adds to them, and in dlse. Exact in every storage
+// type.
+constexpr float kBefore = 0.5f;
+constexpr float kDlse = 0.25f;
+
 // All buffers of one kernel run, by slot.
 class Binding {
  public:
@@ -116,6 +129,9 @@ class Binding {
       : storage_(entry.storage), params_(make_params(p)) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     const auto nans = [&](std::size_t count) { return std::vector<float>(count, nan); };
+    const auto before = [&](std::size_t count) {
+      return std::vector<float>(count, entry.accumulates() ? kBefore : nan);
+    };
     const bool backward = entry.kind != Kind::kForward && entry.kind != Kind::kDelta;
     set(abi::kBufferQuery, r.query, storage_);
     set(abi::kBufferKey, r.key, storage_);
@@ -127,10 +143,10 @@ class Binding {
         Storage::kFloat32);
     set(abi::kBufferDelta, backward ? narrow(r.delta.value) : nans(r.lse.value.size()),
         Storage::kFloat32);
-    set(abi::kBufferDlse, std::vector<float>(r.lse.value.size(), 0.0f), Storage::kFloat32);
-    set(abi::kBufferDq, nans(r.query.size()), storage_);
-    set(abi::kBufferDk, nans(r.key.size()), storage_);
-    set(abi::kBufferDv, nans(r.value.size()), storage_);
+    set(abi::kBufferDlse, std::vector<float>(r.lse.value.size(), kDlse), Storage::kFloat32);
+    set(abi::kBufferDq, before(r.query.size()), storage_);
+    set(abi::kBufferDk, before(r.key.size()), storage_);
+    set(abi::kBufferDv, before(r.value.size()), storage_);
     buffers_[abi::kBufferRowIntervals] = std::make_unique<Buffer>(row_intervals(p));
   }
 
@@ -240,6 +256,14 @@ bool run(const Entry& entry, const Problem& p) {
     const double unit = kRoundings * rounding_unit(Storage::kFloat32);
     for (double& m : reference.delta.magnitude) m *= 1 + rounding_unit(entry.storage) / unit;
   }
+  if (entry.accumulates()) {
+    for (Expected* e : {&reference.dq, &reference.dk, &reference.dv}) {
+      for (double& x : e->value) x += kBefore;
+      for (double& x : e->magnitude) x += kBefore;
+    }
+  }
+  if (entry.subtracts())
+    for (double& x : reference.delta.value) x -= kDlse;
   Binding binding(entry, p, reference);
   const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
   const int rows = key_side ? p.seqlen_k : p.seqlen_q;

@@ -55,6 +55,7 @@ class Unit:
     shader: str
     instances: list[tuple[str, int, int]]
     map: int = 1
+    constants: int = 0  # bit n: function constant n is on
     fault: bool = False
     files: dict[str, str] = field(default_factory=dict)  # changed shader files by name
 
@@ -105,6 +106,11 @@ def plan() -> list[Unit]:
     for shader in KINDS:
         sizes = [s for s in SIZES if s[1] == 64] if shader == "delta" else SIZES
         units.append(Unit(f"base_{shader}", shader, sizes))
+        if shader != "forward":
+            # Accumulating gradients, delta with dlse: the only constant each of them has.
+            size = ("float", 64, 64)
+            constants = 2 if shader == "delta" else 1
+            units.append(Unit(f"constant_{shader}", shader, [size], constants=constants))
         if shader != "delta":
             units += [Unit(f"map{m}_{shader}", shader, [("float", 64, 64)], map=m) for m in (0, 3)]
     return [*units, *barrier_units(), *edit_units()]
@@ -117,7 +123,7 @@ def entry(unit: Unit, instance: tuple[str, int, int]) -> str:
     tiles = "0, 0" if delta else f"{head}, {value}"
     return (
         f'{{"{host_name(unit.shader, instance)}", "{unit.name}", Kind::{KINDS[unit.shader]}, '
-        f"Storage::{STORAGES[storage][1]}, {tiles}, {rows}, {threads}, "
+        f"Storage::{STORAGES[storage][1]}, {tiles}, {rows}, {threads}, {unit.constants}, "
         f"{'true' if unit.fault else 'false'}}},\n"
     )
 
@@ -131,7 +137,7 @@ def write_unit(unit: Unit, folder: Path) -> None:
     file = f"{unit.shader}.metal"
     source = unit.files.get(file) or (SHADERS / file).read_text()
     lines = "\n".join(instantiation(unit.shader, instance) for instance in unit.instances)
-    settings = {"METAL_CUDA_MAP": str(unit.map), "METAL_CUDA_CONSTANTS": "0"}
+    settings = {"METAL_CUDA_MAP": str(unit.map), "METAL_CUDA_CONSTANTS": str(unit.constants)}
     includes = [*([str(include)] if unit.files else []), str(SHADERS)]
     program = f'{source}\n#line 1 "instantiations"\n{lines}\n'
     text = translate(program, file, includes, unit.name, settings)
