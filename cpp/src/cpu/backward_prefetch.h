@@ -1,10 +1,14 @@
-// Fetches what a task will read next, a slice per key block: a burst of prefetches would fill the
+// Fetches what a task will read next, slice by slice: a burst of prefetches would fill the
 // miss buffers and stall the loads of the computation. Only hints: it may guess wrong.
 #pragma once
 
 #include "cpu/backward_layout.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
+
+FLASHATTN_INLINE void prefetch_floats(const float* from, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
 
 struct RowsAhead {
   // Q, O, dO of the query block that comes next, rows [query.begin, query.end).

@@ -176,8 +176,9 @@ static inline void add_sums(const BackwardSums& sums, std::int64_t touched, std:
 static inline void write_summed_rows(const BackwardSums& sums, std::int64_t touched, Interval keys,
                                      std::int64_t offset, std::int64_t lanes, float scale,
                                      std::int64_t dim, const Rows& to) {
-  if (to.base == nullptr) return;              // this gradient is not asked for
-  constexpr std::int64_t kPieceFloats = 2048;  // long runs of each sum, and all of them in cache
+  if (to.base == nullptr) return;  // this gradient is not asked for
+  // Long runs of each sum, yet all in cache; several rows of the longest (512 columns) fit.
+  constexpr std::int64_t kPieceFloats = 2048;
   alignas(64) float piece[kPieceFloats];
   const std::int64_t rows_at_once = kPieceFloats / lanes;
   for (std::int64_t key = keys.begin; key < keys.end; key += rows_at_once) {

@@ -131,7 +131,6 @@ class SplitRun {
     kernels_.accumulate(job_, {.batch = batch,
                                .kv_head = head % job_.kv_heads,
                                .blocks = query_subset(job_.visibility[batch], index, subsets_),
-
                                .packed = memory,
                                .sums = memory + sizes_.packed + index * sizes_.sums,
                                .scratch = thread_scratch(static_cast<std::size_t>(sizes_.scratch)),
@@ -146,7 +145,6 @@ class SplitRun {
                                   .kv_head = head % job_.kv_heads,
                                   .first = memory + sizes_.packed,
                                   .stride_bytes = sizes_.sums,
-
                                   .count = subsets_},
                                  chunk_keys(chunk, job_.seqlen_k));
   }
