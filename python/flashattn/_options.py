@@ -262,19 +262,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def documents_options(function: _Function) -> _Function:
     """Writes the options into a function's docstring and signature, in place of `**options`."""
-    text = inspect.cleandoc(AttentionOptions.__doc__ or "").partition("Attributes:\n")[2]
-    lines = inspect.cleandoc(function.__doc__ or "").split("\n")
-    start = next(n for n, line in enumerate(lines) if line.lstrip().startswith("**options"))
-    end = next(n for n in range(start, len(lines)) if not lines[n].strip())
-    function.__doc__ = "\n".join(lines[:end] + text.rstrip().split("\n") + lines[end:])
+    if function.__doc__ and AttentionOptions.__doc__:  # `python -OO` has neither
+        text = inspect.cleandoc(AttentionOptions.__doc__).partition("Attributes:\n")[2]
+        lines = inspect.cleandoc(function.__doc__).split("\n")
+        start = next(n for n, line in enumerate(lines) if line.lstrip().startswith("**options"))
+        end = next(n for n in range(start, len(lines)) if not lines[n].strip())
+        function.__doc__ = "\n".join(lines[:end] + text.rstrip().split("\n") + lines[end:])
     signature = inspect.signature(function)
+    annotations = AttentionOptions.__annotations__
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters += [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_DEFAULTS[name],  # type: ignore[literal-required]
-            annotation=AttentionOptions.__annotations__[name].__forward_arg__,
+            annotation=getattr(annotations[name], "__forward_arg__", annotations[name]),
         )
         for name in _NAMES
     ]
