@@ -1,10 +1,11 @@
 #!/bin/bash
-# The shaders on an NVIDIA GPU: run.sh BUILD_FOLDER [LOG_FOLDER]. Builds the check program from what plan.py wrote into
-# BUILD_FOLDER, compares all kernels with float64, runs compute-sanitizer's four tools and every planted fault, and
-# prints a summary. Exit 0: results right, sanitizers silent, every fault that its tool can see reported.
+# The shaders on an NVIDIA GPU: run.sh BUILD_FOLDER [LOG_FOLDER]. Builds the check program from what
+# plan.py wrote into BUILD_FOLDER, compares all kernels with float64, runs compute-sanitizer's four
+# tools and every planted fault, and prints a summary. Exit 0: results right, sanitizers silent,
+# every fault that its tool can see reported.
 #
-# Everything runs under a timeout: a vote in divergent code hangs the GPU program. racecheck's warnings count, because
-# a missing simdgroup barrier is only a warning to it.
+# Everything runs under a timeout: a vote in divergent code hangs the GPU program. racecheck's
+# warnings count, because a missing simdgroup barrier is only a warning to it.
 set -u
 build=$1
 logs=${2:-$build/logs}
