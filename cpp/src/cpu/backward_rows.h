@@ -75,16 +75,22 @@ FLASHATTN_INLINE const float* scalar_of(const RowScalars& table, std::int64_t ba
          row * table.row_stride;
 }
 
-// lse, and delta = rowsum(dO * O) - dlse. The row sum takes its products in the order in which
-// dP = dO V^T takes them: where one weight is 1 and O is that row of V, dP - delta is exactly 0.
+// lse, and delta = rowsum(dO * O) - dlse. The row sum is taken in the order and the steps of
+// dP = dO V^T (dot_tile): where one weight is 1 and O is that row of V, dP - delta is exactly 0.
 template <class Unit>
 static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>& shape,
                              std::int64_t batch, std::int64_t head, const QueryBlock<Unit>& block) {
   for (std::int64_t i = 0; i < kBlockQ; i += kLanes) {
     Vec sum{};
-    for (std::int64_t u = 0; u < shape.value_units; ++u) {
-      sum = Unit::multiply_add(sum, load(block.out_columns + u * kBlockQ + i),
-                               load(block.dout_columns + u * kBlockQ + i));
+    for (std::int64_t first = 0; first < shape.value_units; first += kDepthStep) {
+      const std::int64_t left = shape.value_units - first;
+      const std::int64_t last = left < kDepthStep ? shape.value_units : first + kDepthStep;
+      Vec part{};
+      for (std::int64_t u = first; u < last; ++u) {
+        part = Unit::multiply_add(part, load(block.out_columns + u * kBlockQ + i),
+                                  load(block.dout_columns + u * kBlockQ + i));
+      }
+      sum += part;
     }
     store(block.delta + i, sum);
   }
