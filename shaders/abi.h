@@ -33,6 +33,17 @@ enum BufferSlot {
   kBufferParams = 12,
 };
 
+// The geometry of a simdgroup and of the tiles, which the host needs to size threadgroups and
+// memory. Enumerators rather than program-scope constants: in MSL the latter live in the constant
+// address space, which keeps loops over them from unrolling and spills every fragment.
+enum Geometry : FLASHATTN_UINT {
+  kFragment = 8,     // rows and columns of one simdgroup matrix
+  kSimdWidth = 32,   // lanes of a simdgroup
+  kLanesPerRow = 4,  // lanes that share one row of a strip in elementwise work
+  kPadding = 4,      // floats after each tile row, against bank conflicts
+  kFragmentSize = kFragment * kFragment,
+};
+
 // Yes/no features: one pipeline per combination that is used.
 enum FunctionConstantId {
   kConstantAccumulate = 0,  // add to dq, dk, dv instead of overwriting them

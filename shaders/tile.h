@@ -13,16 +13,6 @@
 
 using namespace metal;
 
-// Enumerators rather than program-scope constants: the latter live in the constant address space,
-// which keeps loops over them from unrolling and spills every fragment.
-enum : uint {
-  kFragment = 8,     // rows and columns of one simdgroup matrix
-  kSimdWidth = 32,   // lanes of a simdgroup
-  kLanesPerRow = 4,  // lanes that share one row of a strip in elementwise work
-  kPadding = 4,      // floats after each tile row, against bank conflicts
-  kFragmentSize = kFragment * kFragment,
-};
-
 constexpr uint max3(uint a, uint b, uint c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
 
 // Which row of its strip a lane works on, and which of the row's four lanes it is.

@@ -10,9 +10,10 @@ constexpr float kLog2E = 1.4426950408889634F;
 constexpr float kLn2 = 0.6931471805599453F;
 constexpr float kInfinity = __builtin_inff();
 
-// 2^x for x <= 127: relative error 1.6e-8 before rounding at degree 6 and 1.0e-4 at degree 3 (a twentieth of the
-// bf16 rounding of the weight that it computes). 2^0 is exactly 1, so equal scores give an exact LSE.
-// Exactly 0 below 2^-126, -inf included, so that no product ever meets a denormal weight; NaN gives NaN.
+// 2^x for x <= 127: relative error 1.6e-8 before rounding at degree 6 and 1.0e-4 at degree 3 (a
+// twentieth of the bf16 rounding of the weight that it computes). 2^0 is exactly 1, so equal scores
+// give an exact LSE. Exactly 0 below 2^-126, -inf included, so that no product ever meets a
+// denormal weight; NaN gives NaN.
 template <int degree>
 FLASHATTN_INLINE Vec exp2(Vec x) {
   static_assert(degree == 3 || degree == 6);

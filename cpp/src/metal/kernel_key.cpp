@@ -11,9 +11,9 @@ namespace flashattn::metal {
 
 namespace {
 
-constexpr int kSimdWidth = 32;
-constexpr int kFragment = 8;
-constexpr int kPadding = 4;  // floats after each tile row
+constexpr int kSimdWidth = abi::kSimdWidth;
+constexpr int kFragment = abi::kFragment;
+constexpr int kPadding = abi::kPadding;
 
 std::string storage_type(DType dtype) {
   switch (dtype) {
