@@ -36,6 +36,7 @@ FLASHATTN_INLINE void add_key_blocks(const AttentionJob& job, const BackwardShap
                                      const KeySums<Unit>& sums, const QueryBlock<Unit>& q,
                                      const RowsAhead& ahead) {
   const std::int64_t last_row = q.first_row + q.rows;
+  const float scale_log2 = job.scale * kLog2E;
   const Interval keys = visibility.keys_of_rows(q.first_row, last_row);
   const std::int64_t begin = keys.begin / kBlockK;
   const std::int64_t end = keys.begin < keys.end ? (keys.end + kBlockK - 1) / kBlockK : begin;
@@ -46,9 +47,9 @@ FLASHATTN_INLINE void add_key_blocks(const AttentionJob& job, const BackwardShap
     const KeyBlock<Unit> k = key_block(shape, packed, sums, i);
     const BlockAhead slices{.rows = ahead, .block = i - begin, .blocks = end - begin};
     if (tile == TileVisibility::kAll && q.rows == kBlockQ) {
-      add_visible_block(shape, job.scale, q, k, slices);
+      add_visible_block(shape, scale_log2, q, k, slices);
     } else {
-      add_mixed_block(shape, job.scale, visibility, q, k, slices);
+      add_mixed_block(shape, scale_log2, visibility, q, k, slices);
     }
   }
 }

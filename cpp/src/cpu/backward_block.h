@@ -65,7 +65,7 @@ FLASHATTN_INLINE void fetch_sums(const BackwardShape<Unit>& shape, const KeyBloc
 
 // P and dS of the strip's tiles, each over the vectors of lanes that its rows take.
 template <class Unit, bool masked>
-FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale,
+FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale_log2,
                                   const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
                                   std::int64_t strip, const Interval (&rows)[kStripTiles]) {
   constexpr std::int64_t group = kLanes * Unit::kElements;
@@ -73,7 +73,8 @@ FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale,
     if (rows[t].begin >= rows[t].end) continue;
     const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
     fetch_keys(shape, k, at.key + kStripKeys);
-    weight_tiles<Unit, masked>(shape, k.keys, scale, q, at, rows[t].begin / group * Unit::kElements,
+    weight_tiles<Unit, masked>(shape, k.keys, scale_log2, q, at,
+                               rows[t].begin / group * Unit::kElements,
                                round_up(rows[t].end, group) / kLanes);
   }
   for (std::int64_t t = 0; t < kStripTiles; ++t) {
@@ -151,14 +152,14 @@ FLASHATTN_INLINE void add_query_gradients(const BackwardShape<Unit>& shape,
 
 // Every row of the block sees every key of it.
 template <class Unit>
-FLASHATTN_NOINLINE void add_visible_block(const BackwardShape<Unit>& shape, float scale,
+FLASHATTN_NOINLINE void add_visible_block(const BackwardShape<Unit>& shape, float scale_log2,
                                           const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
                                           const BlockAhead& ahead) {
   Interval rows[kStripTiles];
   for (Interval& range : rows) range = {0, kBlockQ};
   for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
     ahead.fetch(strip / kStripKeys, kBlockK / kStripKeys);
-    score_strip<Unit, false>(shape, scale, q, k, strip, rows);
+    score_strip<Unit, false>(shape, scale_log2, q, k, strip, rows);
     add_key_gradients(shape, q, k, strip, rows);
   }
   Interval keys[kMaxTiles];
@@ -205,7 +206,7 @@ FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape
 
 // Some rows of the block see some keys of it.
 template <class Unit>
-FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float scale,
+FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float scale_log2,
                                         const Visibility& visibility, const QueryBlock<Unit>& q,
                                         const KeyBlock<Unit>& k, const BlockAhead& ahead) {
   set_lane_keys(visibility, q, k.first_key);
@@ -217,7 +218,7 @@ FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float 
     for (std::int64_t t = 0; t < kStripTiles; ++t) {
       rows[t] = rows_seeing(visibility, q, k.first_key + strip + t * kTileRows, kTileRows);
     }
-    score_strip<Unit, true>(shape, scale, q, k, strip, rows);
+    score_strip<Unit, true>(shape, scale_log2, q, k, strip, rows);
     if (q.finite) {
       add_key_gradients(shape, q, k, strip, rows);
     } else {

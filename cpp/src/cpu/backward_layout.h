@@ -126,7 +126,8 @@ struct QueryBlock {
   float* out_columns = nullptr;   // [value_units, padded][kBlockQ], O^T
   float* q_rows = nullptr;        // [kBlockQ / kElements][head_row]
   float* dout_rows = nullptr;     // [kBlockQ / kElements][value_row]
-  float* lse = nullptr;           // [kBlockQ], natural; +inf where nothing is visible
+  float* lse_high = nullptr;      // [kBlockQ], lse / log(2), +inf where it is -inf: rounded,
+  float* lse_low = nullptr;       // [kBlockQ]  and what the rounding lost
   float* delta = nullptr;         // [kBlockQ], rowsum(dO * O) - dlse
   float* dq = nullptr;            // [kBlockQ][head_lanes], unscaled
   // The weights of a strip of keys, and the score gradients of the whole key block.
@@ -157,7 +158,8 @@ struct QueryBlock {
     block.out_columns = carver.floats(round_up(shape.value_units, kLanes) * kBlockQ);
     block.q_rows = carver.floats(kBlockQ / elements * shape.head_row);
     block.dout_rows = carver.floats(kBlockQ / elements * shape.value_row);
-    block.lse = carver.floats(kBlockQ);
+    block.lse_high = carver.floats(kBlockQ);
+    block.lse_low = carver.floats(kBlockQ);
     block.delta = carver.floats(kBlockQ);
     block.dq = carver.floats(kBlockQ * shape.head_lanes);
     block.p = carver.floats(kStripKeys * kBlockQ);

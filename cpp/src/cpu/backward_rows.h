@@ -95,11 +95,16 @@ static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>&
     store(block.delta + i, sum);
   }
   for (std::int64_t i = 0; i < kBlockQ; ++i) {
-    block.lse[i] = kInfinity;
+    // 2^(s - inf) is 0 for every finite s; with -inf a row without weights would give NaN.
+    block.lse_high[i] = kInfinity;
+    block.lse_low[i] = 0.0F;
     if (i >= block.rows) continue;
     const float lse = *scalar_of(job.lse, batch, head, block.first_row + i);
-    // exp(s - inf) is 0 for every finite s; with -inf a row without weights would give NaN.
-    if (lse != -kInfinity) block.lse[i] = lse;
+    const double lse_log2 = static_cast<double>(lse) / static_cast<double>(kLn2);
+    if (lse != -kInfinity) block.lse_high[i] = static_cast<float>(lse_log2);
+    if (block.lse_high[i] != kInfinity) {
+      block.lse_low[i] = static_cast<float>(lse_log2 - static_cast<double>(block.lse_high[i]));
+    }
     if (job.dlse.data == nullptr) continue;
     block.delta[i] -= *scalar_of(job.dlse, batch, head, block.first_row + i);
   }

@@ -26,24 +26,12 @@ FLASHATTN_INLINE void with_vecs(std::int64_t left, const Body& body) {
   }
 }
 
-// x, rounded: the compiler may not fuse the operation that made it into the next one.
-FLASHATTN_INLINE Vec rounded(Vec x) {
-#if defined(__aarch64__)
-  __asm__("" : "+w"(x));
-#elif defined(__AVX512F__)
-  __asm__("" : "+v"(x));
-#else
-  __asm__("" : "+x"(x));
-#endif
-  return x;
-}
-
-// exp(s * scale - lse). s * scale is rounded as the forward rounded it into lse, so that in a row
-// with one overwhelming weight the difference is exactly 0 however large the scores are. lse that
-// is not of these scores may make the weight overflow to infinity, never wrap.
+// exp(scale s - lse) = 2^(scale_log2 s - lse_log2), the second split in two so that the difference
+// is that of the forward's own exponents and of lse as it was rounded. lse that is not of these
+// scores may make the weight overflow to infinity, never wrap.
 template <class Unit>
-FLASHATTN_INLINE Vec weight(Vec s, Vec scale, Vec lse) {
-  Vec x = (rounded(s * scale) - lse) * kLog2E;
+FLASHATTN_INLINE Vec weight(Vec s, Vec scale_log2, Vec lse_high, Vec lse_low) {
+  Vec x = (s * scale_log2 - lse_high) - lse_low;
 #if !defined(__AVX512F__)
   x = select(x > broadcast(128.0F), broadcast(128.0F), x);
 #endif
@@ -83,15 +71,16 @@ FLASHATTN_INLINE void store_by_query(float* to, TilePlace at, const Vec (&x)[kTi
 // S^T = K Q^T and P = exp(scale S - lse) for vecs vectors of lanes. masked: P is 0, whatever it
 // was, where the row may not see the key.
 template <class Unit, bool masked, int vecs>
-FLASHATTN_INLINE void weight_tile(const BackwardShape<Unit>& shape, const float* keys, float scale,
-                                  const QueryBlock<Unit>& block, TilePlace at) {
+FLASHATTN_INLINE void weight_tile(const BackwardShape<Unit>& shape, const float* keys,
+                                  float scale_log2, const QueryBlock<Unit>& block, TilePlace at) {
   Vec acc[kTileRows][vecs];
   dot_tile<Unit>(shape.head_units, keys + at.key * shape.head_packed, shape.head_packed,
                  block.q_columns + at.lane, kBlockQ, acc);
   FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
-    const Vec lse = load(block.lse + at.lane + n * kLanes);
+    const Vec lse_high = load(block.lse_high + at.lane + n * kLanes);
+    const Vec lse_low = load(block.lse_low + at.lane + n * kLanes);
     FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
-      const Vec p = weight<Unit>(acc[m][n], broadcast(scale), lse);
+      const Vec p = weight<Unit>(acc[m][n], broadcast(scale_log2), lse_high, lse_low);
       acc[m][n] = masked ? select(visible(block, at, m, n), p, Vec{}) : p;
     }
   }
@@ -131,13 +120,13 @@ FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, cons
 
 // P of a tile's keys over the lanes of vectors [first, last), multiples of Unit::kElements.
 template <class Unit, bool masked>
-FLASHATTN_INLINE void weight_tiles(const BackwardShape<Unit>& shape, const float* keys, float scale,
-                                   const QueryBlock<Unit>& block, TilePlace at, std::int64_t first,
-                                   std::int64_t last) {
+FLASHATTN_INLINE void weight_tiles(const BackwardShape<Unit>& shape, const float* keys,
+                                   float scale_log2, const QueryBlock<Unit>& block, TilePlace at,
+                                   std::int64_t first, std::int64_t last) {
   for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
     at.lane = vec * kLanes;
     const auto tile = [&](auto vecs) __attribute__((always_inline)) {
-      weight_tile<Unit, masked, decltype(vecs)::value>(shape, keys, scale, block, at);
+      weight_tile<Unit, masked, decltype(vecs)::value>(shape, keys, scale_log2, block, at);
     };
     with_vecs<masked ? 1 : kTileVecs, Unit::kElements>(last - vec, tile);
   }
