@@ -17,6 +17,7 @@ nox.needs_version = ">=2024.4"
 nox.options.sessions = [
     "lint",
     "tests",
+    "dev",
     "asan",
     "ubsan",
     "tsan",
@@ -90,11 +91,11 @@ def formatted_sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found if path.suffix in suffixes)
 
 
-def sanitized(session: nox.Session, **environment: str) -> None:
+def test_preset(session: nox.Session, **environment: str) -> None:
     """Builds the C++ tests with the preset of the session's name and runs them.
 
     On x86-64 the kernels are built for two instruction sets, which between them take every branch
-    of the source: instrumented kernels are slow to compile.
+    of the source: they are slow to compile, all the more when instrumented.
     """
     build_tools(session)
     folder = build_folder(session)
@@ -106,21 +107,27 @@ def sanitized(session: nox.Session, **environment: str) -> None:
 
 
 @nox.session
+def dev(session: nox.Session) -> None:
+    """The C++ tests without optimisation, warnings being errors."""
+    test_preset(session)
+
+
+@nox.session
 def asan(session: nox.Session) -> None:
     """The C++ tests under AddressSanitizer and LeakSanitizer."""
-    sanitized(session, ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1")
+    test_preset(session, ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1")
 
 
 @nox.session
 def ubsan(session: nox.Session) -> None:
     """The C++ tests under UndefinedBehaviorSanitizer."""
-    sanitized(session, UBSAN_OPTIONS="print_stacktrace=1")
+    test_preset(session, UBSAN_OPTIONS="print_stacktrace=1")
 
 
 @nox.session
 def tsan(session: nox.Session) -> None:
     """The C++ tests under ThreadSanitizer."""
-    sanitized(session, TSAN_OPTIONS="halt_on_error=1")
+    test_preset(session, TSAN_OPTIONS="halt_on_error=1")
 
 
 @nox.session
