@@ -192,6 +192,7 @@ def attention(query: ArrayLike, key: ArrayLike, value: ArrayLike, **opts: Any) -
         shift = np.where(np.isneginf(row_max), 0.0, row_max)
         weights = np.exp(s - shift)
         row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - shift)
+        visible &= row_sum != 0.0  # scores that are all -inf give no weights: a dead row
         lse = (shift + np.log(row_sum))[..., 0]
         p = np.where(visible, weights / row_sum, 0.0)
         sink_p = np.where(np.isneginf(sinks[..., 0]), 0.0, np.exp(sinks[..., 0] - lse))

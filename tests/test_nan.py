@@ -136,6 +136,24 @@ def test_key_of_minus_infinity_has_weight_zero(target: Target) -> None:
     np.testing.assert_allclose(lse, expected[1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 16, 17, 40])
+def test_row_whose_scores_are_all_minus_infinity_is_dead(target: Target, seqlen_q: int) -> None:
+    """As an additive mask of -inf on every key: 0, -inf, and gradients of exactly 0; on decode and
+    lane kernels alike.
+    """
+    problem = build(Case(1, 1, 1, seqlen_q, 70, 4))
+    arrays = {
+        "query": np.abs(problem.query),
+        "key": np.full_like(problem.key, -np.inf),
+        "value": problem.value,
+        "dout": problem.dout,
+    }
+    results = _all(target, arrays, problem.dlse, problem.options)
+    assert (results["lse"] == -np.inf).all()
+    for what in ("out", "dq", "dk", "dv"):
+        assert (results[what].astype(np.float32) == 0).all(), what
+
+
 def test_decode_kernel_keeps_nan_to_its_row(target: Target) -> None:
     """Few rows, many keys: the bad key's batch entry and kv head alone are hit."""
     problem = build(Case(2, 4, 2, 1, 500, 32))

@@ -150,6 +150,8 @@ FLASHATTN_INLINE void scale_row(float* row, std::int64_t lanes, float scale) {
   for (std::int64_t d = 0; d < lanes; d += kLanes) store(row + d, load(row + d) * scale);
 }
 
+// A row without weights (lse -inf) has a gradient of exactly 0, even where its weights of 0 met
+// keys that are not finite.
 template <class Unit>
 static void write_dq(const AttentionJob& job, const BackwardShape<Unit>& shape, std::int64_t batch,
                      std::int64_t head, const QueryBlock<Unit>& block) {
@@ -157,7 +159,11 @@ static void write_dq(const AttentionJob& job, const BackwardShape<Unit>& shape, 
   const Rows dq = rows_of(job.dq, job.dtype, batch, head);
   for (std::int64_t i = 0; i < block.rows; ++i) {
     float* row = block.dq + i * shape.head_lanes;
-    scale_row(row, shape.head_lanes, job.scale);
+    if (*scalar_of(job.lse, batch, head, block.first_row + i) == -kInfinity) {
+      zero_units(row, shape.head_lanes);
+    } else {
+      scale_row(row, shape.head_lanes, job.scale);
+    }
     write_row(row, job.head_dim, dq, block.first_row + i);
   }
 }

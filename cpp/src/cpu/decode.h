@@ -286,13 +286,16 @@ FLASHATTN_INLINE void decode_merge_row(const DecodeMerge& task, const TailedDim&
       store(acc + d, load(acc + d) + weights * load(partial.acc + row * stride + d));
     }
   }
-  const Vec inverse = broadcast(sum == 0.0F ? 0.0F : 1.0F / sum);
-  for (std::int64_t d = 0; d < stride; d += kLanes) store(acc + d, load(acc + d) * inverse);
+  // A row without weights gives 0, whatever it met on the way.
+  const bool dead = sum == 0.0F;
+  const Vec inverse = broadcast(1.0F / sum);
+  for (std::int64_t d = 0; d < stride; d += kLanes) {
+    store(acc + d, dead ? Vec{} : load(acc + d) * inverse);
+  }
   from_tailed(acc, dim);
   narrow_row<dtype>(acc, job.value_dim, out.row(i), out.dim_bytes);
   job.lse.data[task.batch * job.lse.batch_stride + task.head * job.lse.head_stride +
-               i * job.lse.row_stride] =
-      sum == 0.0F ? -kInfinity : base * kLn2 + __builtin_logf(sum);
+               i * job.lse.row_stride] = dead ? -kInfinity : base * kLn2 + __builtin_logf(sum);
 }
 
 template <DType dtype>

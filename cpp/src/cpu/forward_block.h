@@ -60,7 +60,7 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job,
     value_block(kv, scratch, block, step == 0, rose, prefetcher);
     add_nonfinite_values(kv, values, job.value_dim, scratch, lanes, block);
   }
-  write_rows(job, task, rows, scratch, lanes);
+  write_rows(job, task, rows, scratch);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA

@@ -52,15 +52,18 @@ FLASHATTN_INLINE float make_scale_positive(float scale, float* Q, std::int64_t c
   return scale < 0.0F ? -scale * kLog2E : 1.0F;
 }
 
-// One vector of rows of out, row i to to[i], i < count. O^T is multiplied by `factor` and
-// transposed kLanes dimensions at a time.
+// One vector of rows of out, row i to to[i], i < count. O^T is divided by row_sum and transposed
+// kLanes dimensions at a time. A row whose sum is 0 gets 0, whatever its O.
 template <DType dtype>
-static void write_out(const float* O, Vec factor, std::int64_t value_dim, char* const (&to)[kLanes],
-                      std::int64_t count, std::ptrdiff_t dim_bytes) {
+static void write_out(const float* O, Vec row_sum, std::int64_t value_dim,
+                      char* const (&to)[kLanes], std::int64_t count, std::ptrdiff_t dim_bytes) {
   constexpr std::ptrdiff_t item = dtype == DType::kFloat32 ? 4 : 2;
+  const VecI dead = row_sum == Vec{};
+  const Vec factor = broadcast(1.0F) / row_sum;
   for (std::int64_t d = 0; d < value_dim; d += kLanes, O += kLanes * kBlockQ) {
     Vec r[kLanes];
-    FLASHATTN_UNROLL for (int i = 0; i < kLanes; ++i) r[i] = load(O + i * kBlockQ) * factor;
+    FLASHATTN_UNROLL for (int i = 0; i < kLanes; ++i) r[i] =
+        select(dead, Vec{}, load(O + i * kBlockQ) * factor);
     transpose(r);
     if (count >= kLanes && d + kLanes <= value_dim && dim_bytes == item) {
       FLASHATTN_UNROLL for (int i = 0; i < kLanes; ++i) narrow<dtype>(to[i] + d * item, r[i]);
@@ -75,20 +78,17 @@ static void write_out(const float* O, Vec factor, std::int64_t value_dim, char* 
   }
 }
 
-// out = O / row_sum and lse. A row that sees no key gives 0 and -inf; a row whose keys all score
-// -inf gives NaN and -inf, as softmax does.
+// out = O / row_sum and lse. A row without weights, because it sees no key or because all that it
+// sees score -inf, has row_sum 0: it gives 0 and -inf.
 template <class Unit>
 FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& task,
-                                 const QueryRows& rows, const BlockScratch<Unit>& scratch,
-                                 const VisibleLanes& lanes) {
+                                 const QueryRows& rows, const BlockScratch<Unit>& scratch) {
   const Rows out = rows_of(job.out, job.dtype, task.batch, task.head);
   const std::ptrdiff_t head_bytes = job.out.head_stride * out.item_bytes();
   float* const lse =
       job.lse.data + task.batch * job.lse.batch_stride + task.head * job.lse.head_stride;
   for (int lane = 0; lane < rows.count; lane += kLanes) {
     const Vec row_sum = load(scratch.row_sum + lane);
-    const VecI dead = load_int32(lanes.begin + lane) >= load_int32(lanes.end + lane);
-    const Vec factor = select(dead, Vec{}, broadcast(1.0F) / row_sum);
     alignas(64) float row_lse[kLanes];
     store(row_lse, load(scratch.row_max_log2 + lane) * broadcast(kLn2) + log(row_sum));
     const std::int64_t count = rows.count - lane;
@@ -101,11 +101,11 @@ FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& tas
     }
     const float* const O = scratch.O + lane;
     if (job.dtype == DType::kFloat32) {
-      write_out<DType::kFloat32>(O, factor, job.value_dim, to, count, out.dim_bytes);
+      write_out<DType::kFloat32>(O, row_sum, job.value_dim, to, count, out.dim_bytes);
     } else if (job.dtype == DType::kFloat16) {
-      write_out<DType::kFloat16>(O, factor, job.value_dim, to, count, out.dim_bytes);
+      write_out<DType::kFloat16>(O, row_sum, job.value_dim, to, count, out.dim_bytes);
     } else {
-      write_out<DType::kBFloat16>(O, factor, job.value_dim, to, count, out.dim_bytes);
+      write_out<DType::kBFloat16>(O, row_sum, job.value_dim, to, count, out.dim_bytes);
     }
   }
 }
