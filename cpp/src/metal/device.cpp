@@ -9,8 +9,9 @@ namespace flashattn::metal {
 
 namespace {
 
-constexpr int kNewestFamily = 10;      // of the metal-cpp headers this is built with
-constexpr int kSimdgroupMatrices = 7;  // the first family that has them
+constexpr int kNewestFamily = 10;          // of the metal-cpp headers this is built with
+constexpr std::int64_t kOldestMacOs = 14;  // Metal 3.1, the language version of the shaders
+constexpr int kSimdgroupMatrices = 7;      // the first family that has them
 
 DeviceFacts read_facts(MTL::Device* device) {
   const MTL::Size threads = device->maxThreadsPerThreadgroup();
@@ -52,7 +53,23 @@ Device::Device(NS::SharedPtr<MTL::Device> device) : device_(std::move(device)) {
   const AutoreleaseScope scope;
   queue_ = NS::TransferPtr(device_->newCommandQueue());
   facts_ = read_facts(device_.get());
-  os_build_ = to_std(NS::ProcessInfo::processInfo()->operatingSystemVersionString());
+  NS::ProcessInfo* process = NS::ProcessInfo::processInfo();
+  os_build_ = to_std(process->operatingSystemVersionString());
+  os_major_ = process->operatingSystemVersion().majorVersion;
+}
+
+Support Device::usable() const {
+  if (os_major_ < kOldestMacOs) {
+    return {.ok = false,
+            .reason = "the metal backend needs macOS " + std::to_string(kOldestMacOs) +
+                      " or later, this is " + os_build_};
+  }
+  if (facts_.apple_family < kSimdgroupMatrices) {
+    return {
+        .ok = false,
+        .reason = facts_.name + " has no simdgroup matrices; they need Apple GPU family 7 (M1)"};
+  }
+  return {.ok = true, .reason = {}};
 }
 
 }  // namespace flashattn::metal

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <Metal/Metal.hpp>
+#include <cstdint>
 #include <string>
 
+#include "flashattn/backend.h"
 #include "metal/device_facts.h"
 
 namespace flashattn::metal {
@@ -26,12 +28,16 @@ class Device {
   const DeviceFacts& facts() const { return facts_; }
   // "Version 15.1 (Build 24B83)": compiled pipelines are only good for one.
   const std::string& os_build() const { return os_build_; }
+  // Whether the system can compile the shaders (macOS 14) and the GPU run them (family 7), and why
+  // not.
+  Support usable() const;
 
  private:
   NS::SharedPtr<MTL::Device> device_;
   NS::SharedPtr<MTL::CommandQueue> queue_;
   DeviceFacts facts_;
   std::string os_build_;
+  std::int64_t os_major_ = 0;
 };
 
 // The device to use, or null: the system's default one unless another has simdgroup matrices and it

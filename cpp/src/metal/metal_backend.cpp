@@ -97,15 +97,7 @@ std::string MetalBackend::device() const {
 Support MetalBackend::available() const {
   const Session* found = session();
   if (found == nullptr) return {.ok = false, .reason = "this machine has no Metal device"};
-  // Any small problem shows whether the device can run the kernels at all.
-  const AttentionProblem smallest{.batch = 1,
-                                  .query_heads = 1,
-                                  .kv_heads = 1,
-                                  .seqlen_q = 1,
-                                  .seqlen_k = 1,
-                                  .head_dim = 1,
-                                  .value_dim = 1};
-  return metal::supports(smallest, found->device.facts());
+  return found->device.usable();
 }
 
 std::vector<std::string> MetalBackend::features() const {
@@ -116,7 +108,8 @@ std::vector<std::string> MetalBackend::features() const {
 Support MetalBackend::supports(const AttentionProblem& problem) const {
   const Session* found = session();
   if (found == nullptr) return {.ok = false, .reason = "this machine has no Metal device"};
-  return metal::supports(problem, found->device.facts());
+  const Support usable = found->device.usable();
+  return usable.ok ? metal::supports(problem, found->device.facts()) : usable;
 }
 
 void MetalBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {

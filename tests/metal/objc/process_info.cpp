@@ -17,6 +17,17 @@ class ProcessInfo : public Object {
   ProcessInfo() : Object("NSProcessInfo") {}
 };
 
+std::string version_text() {
+  const char* given = std::getenv("FLASHATTN_SIMULATED_OS");
+  return given == nullptr ? "Version 14.0 (simulated)" : given;
+}
+
+// The 14 of "Version 14.0 ...".
+NS::Integer major_version() {
+  const std::string text = version_text();
+  return std::atol(text.c_str() + text.find(' ') + 1);
+}
+
 }  // namespace
 
 void register_process_info() {
@@ -24,13 +35,11 @@ void register_process_info() {
       "NSProcessInfo", "processInfo",
       +[](Object*, SEL) -> Object* { return autoreleased(new ProcessInfo); });
   instance_method(
-      "NSProcessInfo", "operatingSystemVersionString", +[](Object*, SEL) {
-        const char* given = std::getenv("FLASHATTN_SIMULATED_OS");
-        return autoreleased(new String(given == nullptr ? "Version 14.0 (simulated)" : given));
-      });
+      "NSProcessInfo", "operatingSystemVersionString",
+      +[](Object*, SEL) { return autoreleased(new String(version_text())); });
   instance_method(
       "NSProcessInfo", "operatingSystemVersion", +[](Object*, SEL) -> NS::OperatingSystemVersion {
-        return {.majorVersion = 14, .minorVersion = 0, .patchVersion = 0};
+        return {.majorVersion = major_version(), .minorVersion = 0, .patchVersion = 0};
       });
 }
 

@@ -1,4 +1,5 @@
-// What metal-cpp uses out of CoreFoundation: one type, and the C headers that Apple's header pulls in.
+// What metal-cpp uses out of CoreFoundation: one type, and the C headers that Apple's header pulls
+// in.
 #pragma once
 
 #include <assert.h>
