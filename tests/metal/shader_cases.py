@@ -217,9 +217,11 @@ def compile_kernel(sim: Simulator, case: Case, kernel: str, folder: Path = SHADE
     return sim.compile_file(folder / f"{kernel}.metal", append=case.instantiation(kernel))
 
 
-def run_kernel(library: Library, case: Case, kernel: str, tensors: Tensors) -> Run:
+def run_kernel(
+    library: Library, case: Case, kernel: str, tensors: Tensors, accumulate: bool = False
+) -> Run:
     """Dispatches one kernel over its whole grid; inputs it needs from earlier kernels are taken
-    from `expected`.
+    from `expected`. accumulate: a gradient is added to what its array holds.
     """
     a = dict(tensors.arrays)
     if kernel.startswith("backward"):
@@ -235,7 +237,7 @@ def run_kernel(library: Library, case: Case, kernel: str, tensors: Tensors) -> R
         (DELTA_ROWS, DELTA_ROWS * 32) if kernel == "delta" else (BLOCK_ROWS, BLOCK_ROWS * 4)
     )
     groups = (rows + block - 1) // block * heads * case.batch
-    compiled = library.kernel(kernel, {0: False} if kernel != "delta" else {1: False})
+    compiled = library.kernel(kernel, {0: accumulate} if kernel != "delta" else {1: False})
     return compiled((groups, 1, 1), (threads, 1, 1), buffers)
 
 
