@@ -43,7 +43,9 @@ BOOST_AUTO_TEST_CASE(trimming_keeps_what_is_small) {
   trim_thread_scratch();
   BOOST_TEST(thread_scratch(1 << 16) == small);
   thread_scratch(kKeptThreadBytes + 1);
+  BOOST_TEST(thread_scratch_bytes() > kKeptThreadBytes);
   trim_thread_scratch();
+  BOOST_TEST(thread_scratch_bytes() == 0U);
   std::memset(thread_scratch(1 << 16), 7, 1 << 16);
 }
 

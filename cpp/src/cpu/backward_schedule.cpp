@@ -1,3 +1,4 @@
+// The order of work of a backward call; see backward_schedule.h.
 #include "cpu/backward_schedule.h"
 
 #include <algorithm>
@@ -14,6 +15,9 @@ namespace {
 // eight.
 constexpr std::int64_t kBlocksPerSubset = 8;
 constexpr std::int64_t kMaxSubsets = 8;
+// What the sums of one pair may take before there are fewer of them, down to two: memory stays in
+// proportion to the keys, and below 100 MB at 16384 keys of 128 + 128 dimensions.
+constexpr std::int64_t kSumsBytes = std::int64_t{48} << 20;
 
 // Keys per index of the packing and summing loops.
 constexpr std::int64_t kKeyChunk = 256;
@@ -73,7 +77,7 @@ class SplitRun {
         kernels_(kernels),
         pool_(pool),
         sizes_(kernels.sizes(job)),
-        subsets_(query_subsets(job.seqlen_q)),
+        subsets_(query_subsets(job)),
         chunks_(ceil_div(job.seqlen_k, kKeyChunk)),
         head_bytes_(sizes_.packed + subsets_ * sizes_.sums) {}
 
@@ -160,9 +164,14 @@ class SplitRun {
 
 }  // namespace
 
-std::int64_t query_subsets(std::int64_t seqlen_q) {
-  const std::int64_t blocks = ceil_div(seqlen_q, kBackwardBlockQ);
-  return std::clamp<std::int64_t>(blocks / kBlocksPerSubset, 1, kMaxSubsets);
+std::int64_t query_subsets(const AttentionJob& job) {
+  const std::int64_t blocks = ceil_div(job.seqlen_q, kBackwardBlockQ);
+  // A subset takes its blocks of every head that shares the keys, so a group counts as often.
+  const std::int64_t enough = std::min(blocks, blocks * job.heads_per_kv / kBlocksPerSubset);
+  const std::int64_t sum_bytes = std::max<std::int64_t>(
+      job.seqlen_k * (job.head_dim + job.value_dim) * std::int64_t{sizeof(float)}, 1);
+  const std::int64_t affordable = std::max<std::int64_t>(kSumsBytes / sum_bytes, 2);
+  return std::clamp<std::int64_t>(std::min(enough, affordable), 1, kMaxSubsets);
 }
 
 QueryBlocks query_subset(const Visibility& visibility, std::int64_t index, std::int64_t count) {
@@ -183,7 +192,7 @@ Interval keys_of_blocks(const Visibility& visibility, const QueryBlocks& blocks)
 
 void run_backward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
   if (job.batch == 0 || job.kv_heads == 0) return;
-  if (query_subsets(job.seqlen_q) == 1) {
+  if (query_subsets(job) == 1) {
     run_whole_heads(job, kernels.backward, pool);
   } else {
     SplitRun(job, kernels.backward, pool).run();

@@ -13,10 +13,10 @@
 
 namespace flashattn::cpu {
 
-// Into how many subsets the query blocks of a (batch, kv head) are divided. A function of seqlen_q
-// alone, so that a result depends neither on the number of threads nor on what else is in the
-// batch.
-std::int64_t query_subsets(std::int64_t seqlen_q);
+// Into how many subsets the query blocks of a (batch, kv head) are divided. A function of one such
+// pair's own sizes, so that a result depends neither on the number of threads nor on what else is
+// in the batch.
+std::int64_t query_subsets(const AttentionJob& job);
 
 // Subset number `index`. Interleaved, which balances causal masks; a window bounded on both sides
 // gets contiguous runs instead, so that each subset sees a short range of keys.

@@ -90,6 +90,11 @@ std::byte* take_cached(std::size_t bytes) {
   return best;
 }
 
+// Frees every cached block that no call has taken.
+void drop_cached() {
+  for (auto& slot : cached_blocks) std::free(slot.exchange(nullptr, std::memory_order_acq_rel));
+}
+
 }  // namespace
 
 std::byte* thread_scratch(std::size_t bytes) {
@@ -102,6 +107,8 @@ std::byte* thread_scratch(std::size_t bytes) {
   return buffer.data;
 }
 
+std::size_t thread_scratch_bytes() { return thread_buffer.bytes; }
+
 void trim_thread_scratch() {
   if (thread_buffer.bytes > kKeptThreadBytes) thread_buffer.release();
 }
@@ -110,6 +117,8 @@ Workspace::Workspace(std::size_t bytes) : data_(take_cached(bytes)), bytes_(byte
   if (data_ != nullptr) {
     bytes_ = stored_bytes(data_);
   } else {
+    // What is cached is too small for this call, and this call's block will serve the smaller ones.
+    drop_cached();
     data_ = allocate(bytes_);
   }
 }

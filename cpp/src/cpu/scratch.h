@@ -16,6 +16,9 @@ inline constexpr int kKeptWorkspaces = 4;
 // At least `bytes` bytes, valid until this thread's next call or until the loop body returns.
 std::byte* thread_scratch(std::size_t bytes);
 
+// Bytes of this thread's buffer, 0 without one.
+std::size_t thread_scratch_bytes();
+
 // Frees this thread's buffer if it is larger than kKeptThreadBytes. The thread pool calls it after
 // every loop.
 void trim_thread_scratch();
