@@ -25,6 +25,8 @@ def read_only(x: Any) -> Any:
 OPTION_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"casual": True}, TypeError, r"attention: unknown option 'casual'; the options are scale, "),
     ({"scale": "1"}, TypeError, r"attention: scale \('1'\) must be a real number"),
+    ({"scale": 1 + 2j}, TypeError, r"attention: scale \(\(1\+2j\)\) must be a real number"),
+    ({"scale": np.complex64(1 + 2j)}, TypeError, r"attention: scale \(.*\) must be a real number"),
     ({"scale": float("nan")}, ValueError, r"attention: scale \(nan\) must be finite"),
     ({"scale": float("inf")}, ValueError, r"attention: scale \(inf\) must be finite"),
     ({"causal": "bottom"}, ValueError, r"attention: causal \('bottom'\) must be False, True or"),

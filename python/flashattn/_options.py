@@ -134,7 +134,7 @@ class _Reader:
         return number
 
     def real(self, name: str, value: object) -> float:
-        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+        if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
             self.fail(TypeError, name, value, "be a real number")
         return float(value)
 
