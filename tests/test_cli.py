@@ -12,7 +12,7 @@ import flashattn as fa
 import numpy as np
 import pytest
 from flashattn import _core
-from flashattn._cli import check, main, numerics, reference
+from flashattn._cli import bench, check, demo, main, numerics, reference
 from flashattn._cli.child import run_child
 
 
@@ -80,6 +80,40 @@ def test_demo_in_words_with_a_picture(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
     else:
         assert (tmp_path / "flashattn-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_is_measured_in_the_dtype_asked_for() -> None:
+    pytest.importorskip("ml_dtypes")
+    shape = (1, 2048, 4, 64)
+    taken = {}
+    for dtype in ("float32", "bfloat16"):
+        request = {"shape": shape, "dtype": dtype, "causal": True, "passes": "forward"}
+        taken[dtype] = run_child("flashattn._cli.memory", {**request, "way": "naive"})
+    # The plain way turns bfloat16 inputs into float32 ones first.
+    extra = taken["bfloat16"]["extra_bytes"] - taken["float32"]["extra_bytes"]
+    assert extra > 2 * 2048 * 4 * 64 * 4
+
+
+def test_demo_measures_memory_in_its_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def child(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append((module, request["dtype"]))
+        return {"extra_bytes": 1}
+
+    monkeypatch.setattr(demo, "run_child", child)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *SMALL, "--dtype", "float16", "--no-picture", "--json"]) == 0
+    assert asked == [("flashattn._cli.memory", "float16")] * 2
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float16"
+
+
+def test_bench_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "numpy_dtype", lambda name: None)
+    with pytest.raises(SystemExit, match="bench: bfloat16 needs the package ml_dtypes"):
+        main(["bench", "--dtype", "bfloat16"])
 
 
 def test_bench() -> None:

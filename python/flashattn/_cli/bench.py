@@ -40,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """{"threads", "sides", "cells": [{shape, dtype, causal, backward, gflops per side, ratio}]}."""
+    if "bfloat16" in (arguments.dtype or ()) and numpy_dtype("bfloat16") is None:
+        raise SystemExit("bench: bfloat16 needs the package ml_dtypes")
     cells = [
         {"shape": shape, "dtype": dtype, "causal": causal, "backward": backward}
         for dtype in arguments.dtype or ["float32"]
-        if numpy_dtype(dtype) is not None
         for shape in arguments.shape or _SHAPES
         for causal in (False, True)
         for backward in (False, True)
