@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 from typing import Any
 
+import dlpack_producer
 import flashattn as fa
 import ml_dtypes
 import numpy as np
@@ -206,6 +207,47 @@ def test_array_api_producers_get_their_own_kind_back() -> None:
 def test_other_buffers_are_taken_as_options() -> None:
     """Objects with only the buffer protocol may stand for small arrays."""
     q = values()
+def test_array_api_producers_get_bfloat16_back() -> None:
+    """numpy cannot export it through DLPack, so it goes back another way."""
+
+    class Wrapped:
+        dtype = "bfloat16"
+
+        def __init__(self, wrapped: Any) -> None:
+            assert wrapped.dtype == ml_dtypes.bfloat16
+            self.wrapped, self.shape = wrapped, wrapped.shape
+            self.producer = dlpack_producer.Producer(wrapped.view(np.uint16), code=4)
+
+        def __dlpack__(self, **keywords: Any) -> Any:
+            return self.producer.__dlpack__(**keywords)
+
+        def __dlpack_device__(self) -> Any:
+            return self.producer.__dlpack_device__()
+
+        def __array_namespace__(self) -> Any:
+            return Namespace
+
+    class Namespace:
+        @staticmethod
+        def from_dlpack(x: Any) -> Any:
+            return np.from_dlpack(x)
+
+        @staticmethod
+        def asarray(x: Any) -> Any:
+            return Wrapped(x)
+
+    q = values(dtype=ml_dtypes.bfloat16)
+    w = Wrapped(q)
+    out, lse = fa.attention_forward(w, w, w)
+    assert isinstance(out, Wrapped)
+    expected, expected_lse = fa.attention_forward(q, q, q)
+    assert out.wrapped.tobytes() == expected.tobytes()
+    assert np.array_equal(lse, expected_lse)
+    gradients = fa.attention_backward(w, w, w, w, out, lse)
+    plain = fa.attention_backward(q, q, q, q, expected, expected_lse)
+    assert gradients.dk.wrapped.tobytes() == plain.dk.tobytes()
+
+
     lengths = array.array("i", [3, 6])
     assert np.array_equal(
         fa.attention(q, q, q, kv_lengths=lengths), fa.attention(q, q, q, kv_lengths=[3, 6])

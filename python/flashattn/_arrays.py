@@ -108,8 +108,11 @@ class DLPackFramework:
 
     def finish(self, array: Any, like: Any) -> Any:
         namespace = getattr(like, "__array_namespace__", None)
-        from_dlpack = getattr(namespace(), "from_dlpack", None) if namespace is not None else None
-        return array if from_dlpack is None else from_dlpack(array)
+        # numpy exports no bfloat16 through DLPack; asarray reads the array through numpy's own
+        # protocol.
+        name = "asarray" if array.dtype.name == "bfloat16" else "from_dlpack"
+        convert = getattr(namespace(), name, None) if namespace is not None else None
+        return array if convert is None else convert(array)
 
     def draw_seed(self) -> int:
         return NUMPY.draw_seed()
