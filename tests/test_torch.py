@@ -167,6 +167,25 @@ def test_changed_in_place_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_dual_tensors_are_noticed_without_torchs_private_level(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from types import SimpleNamespace
+
+    import torch.autograd.forward_ad as forward_ad
+    from flashattn import _torch
+
+    public = SimpleNamespace(unpack_dual=forward_ad.unpack_dual)
+    monkeypatch.setattr(_torch, "forward_ad", public)
+    q, k, v = tensors(*QKV)
+    assert fa.attention(q, k, v, layout="bhsd").grad_fn is None
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="jvp"):
+            fa.attention(dual, k, v, layout="bhsd")
+
+
 
 def test_out() -> None:
     q, k, v = tensors(*QKV)

@@ -9,6 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flashattn import _core
@@ -60,10 +61,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor)
 
 
+def _is_dual(array: Any) -> bool:
+    return isinstance(array, torch.Tensor) and forward_ad.unpack_dual(array).tangent is not None
+
+
 def records_gradient(*arrays: Any) -> bool:
     """Whether autograd must know of a call on these arrays (Nones and non-tensors are ignored)."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        # A raw call would lose a dual tensor's tangent; the autograd function refuses it loudly.
+    # A raw call would lose a dual tensor's tangent; the autograd function refuses it loudly. The
+    # level is torch's private name: a torch without it is asked about every tensor.
+    level = getattr(forward_ad, "_current_level", None)
+    if level >= 0 if level is not None else any(map(_is_dual, arrays)):
         return True
     if not torch.is_grad_enabled():
         return False
