@@ -98,7 +98,8 @@ def test_score_modifiers(target: Target, case: Case) -> None:
 @given(case=plain_cases(), cut=st.floats(0.0, 1.0))
 def test_disjoint_keys_merge(target: Target, case: Case, cut: float) -> None:
     """Any split of the keys, merged by LSE, is the whole; either side may see nothing."""
-    case = replace(case, dtype="float32", kv_lengths=None, q_offset=case.q_offset or 3, k_offset=0)
+    q_offset = 3 if case.q_offset is None else case.q_offset
+    case = replace(case, dtype="float32", kv_lengths=None, q_offset=q_offset, k_offset=0)
     problem = Problem(case)
     at = round(cut * case.seqlen_k)
     opts = {n: x for n, x in problem.options.items() if n != "k_offset"}
