@@ -216,7 +216,6 @@ def all_targets() -> list[Target]:
     import flashattn as fa
 
     available = {b.name: b for b in fa.backends() if b.available}
-    simulated = {n for n, b in available.items() if "simulated" in b.device.lower()}
     targets: list[Target] = []
     for name in named or [n for n in available if n not in simulated]:
         if name == "oracle":

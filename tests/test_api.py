@@ -206,6 +206,9 @@ def test_backends() -> None:
     assert cpu.reason == ""
     assert {"forward", "backward", "float32", "bfloat16"} <= set(cpu.features)
     assert [info.name for info in infos] in (["cpu"], ["metal", "cpu"])
+    assert cpu.default is True
+    for info in infos:
+        assert info.default is ("simulated" not in info.device), info.name
     q, k, v = arrays(*QKV)
     assert np.array_equal(fa.attention(q, k, v, backend="cpu"), fa.attention(q, k, v))
 

@@ -25,10 +25,10 @@ namespace nb = nanobind;
 namespace {
 
 using BackendFacts = nb::typed<nb::tuple, nb::str, nb::str, bool, nb::str,
-                               nb::typed<nb::tuple, nb::str, nb::ellipsis>>;
+                               nb::typed<nb::tuple, nb::str, nb::ellipsis>, bool>;
 using ByteCounts = nb::typed<nb::tuple, int, int>;
 
-// [(name, device, available, reason, features)] in the order in which backends are asked.
+// [(name, device, available, reason, features, default)] in the order in which backends are asked.
 nb::typed<nb::list, BackendFacts> describe_backends() {
   nb::typed<nb::list, BackendFacts> result;
   for (const Backend* backend : backends()) {
@@ -36,7 +36,7 @@ nb::typed<nb::list, BackendFacts> describe_backends() {
     nb::list features;
     for (const std::string& feature : backend->features()) features.append(feature);
     result.append(nb::make_tuple(backend->name(), backend->device(), available.ok, available.reason,
-                                 nb::tuple(features)));
+                                 nb::tuple(features), backend->chosen_by_default()));
   }
   return result;
 }
@@ -71,7 +71,8 @@ constexpr const char* kCompiler = "gcc " __VERSION__;
 void bind_machine(nb::module_& module) {
   module.attr("VERSION") = FLASHATTN_VERSION;
   module.attr("COMPILER") = kCompiler;
-  module.def("backends", &describe_backends, "(name, device, available, reason, features) each.");
+  module.def("backends", &describe_backends,
+             "(name, device, available, reason, features, default) each.");
   module.def("copy_stats", &copy_stats, nb::arg("reset"), "{backend: (adopted, copied)} in bytes.");
   module.def("built_isas", &cpu::built_isas, "Instruction sets of this build, best first.");
   module.def("supported_isas", &cpu::supported_isas, "Those that run here, best first.");

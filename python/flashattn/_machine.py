@@ -20,6 +20,7 @@ class BackendInfo(NamedTuple):
     available: bool
     reason: str
     features: tuple[str, ...]
+    default: bool
 
 
 class CopyStats(NamedTuple):
@@ -33,7 +34,8 @@ def backends() -> list[BackendInfo]:
     """Every backend of this build, in the order in which they are asked.
 
     `reason` says why a backend is not available. A call takes the first available backend that
-    supports it, unless `backend=` or the environment variable FLASHATTN_BACKEND names one.
+    supports it, unless `backend=` or the environment variable FLASHATTN_BACKEND names one. One
+    whose `default` is False (a simulated device) is only ever used when named.
     """
     return [BackendInfo(*facts) for facts in _core.backends()]
 

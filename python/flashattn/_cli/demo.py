@@ -50,8 +50,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "backward": _best(lambda: fa.attention_backward(dout, q, k, v, out, lse, causal=True)),
     }
     errors, differences = _errors(q, k, v, dout, dtype, results)
-    # A simulated device is only used when it is named.
-    usable = [info for info in fa.backends() if info.available and "simul" not in info.device]
+    usable = [info for info in fa.backends() if info.available and info.default]
     named = os.environ.get("FLASHATTN_BACKEND")
     backend = next(info for info in fa.backends() if info.name == (named or usable[0].name))
     result: dict[str, Any] = {
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "errors": errors,
         "right": all(error["max"] <= error["allowed"] for error in errors.values()),
-        "memory": _memory(shape),
+        "memory": _memory(shape, arguments.dtype),
         "score_matrix_bytes": 4 * shape[1] ** 2 * shape[2],
         "picture": None,
     }
@@ -113,9 +112,9 @@ def _errors(
     return errors, differences
 
 
-def _memory(shape: tuple[int, ...]) -> dict[str, Any]:
+def _memory(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
     """Peak bytes above inputs and outputs, of this package and of the O(T^2) way."""
-    request = {"shape": shape, "causal": True, "passes": "both"}
+    request = {"shape": shape, "dtype": dtype, "causal": True, "passes": "both"}
     return {
         way: run_child("flashattn._cli.memory", {**request, "way": way})
         for way in ("flashattn", "naive")

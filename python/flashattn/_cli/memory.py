@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from flashattn._cli.problems import numpy_dtype, random_arrays
+
 
 def resident_bytes() -> int:
     """Resident memory now; where the system does not tell, the most so far."""
@@ -50,7 +52,9 @@ def peak_bytes() -> int:
 
 def _naive(q: Any, k: Any, v: Any, dout: Any, causal: bool, backward: bool) -> object:
     """The O(T^2) way in float32: every score of every head at once, as unfused code does."""
-    q, k, v, dout = (x.transpose(0, 2, 1, 3) for x in (q, k, v, dout))
+    q, k, v, dout = (
+        x.transpose(0, 2, 1, 3).astype(np.float32, copy=False) for x in (q, k, v, dout)
+    )
     scale = np.float32(q.shape[-1] ** -0.5)
     p = (q * scale) @ k.swapaxes(-1, -2)
     if causal:
@@ -72,22 +76,22 @@ def _naive(q: Any, k: Any, v: Any, dout: Any, causal: bool, backward: bool) -> o
 def work(request: dict[str, Any]) -> dict[str, Any]:
     """{"extra_bytes": peak above what was resident before the call, "exact": whether it was reset}.
 
-    request: way ("flashattn" or "naive"), shape (batch, seqlen, heads, head_dim), causal, and
-    passes: "forward", "backward" (not the naive way), or "both" in a row, in which what the forward
-    keeps for its next call counts too.
+    request: way ("flashattn" or "naive"), shape (batch, seqlen, heads, head_dim), dtype (float32
+    unless given; the naive way computes in float32 whatever it is), causal, and passes: "forward",
+    "backward" (not the naive way), or "both" in a row, in which what the forward keeps for its next
+    call counts too.
     """
     import flashattn as fa
 
     shape, causal = tuple(request["shape"]), request["causal"]
-    generator = np.random.default_rng(0)
-    q, k, v, dout = (generator.standard_normal(shape, np.float32) for _ in range(4))
+    q, k, v, dout = random_arrays([shape] * 4, numpy_dtype(request.get("dtype", "float32")))
     # Libraries, thread stacks and pools belong to the process, not to the call.
     small_q, small_k, small_v, small_dout = (x[:, :64, :1].copy() for x in (q, k, v, dout))
     out, lse = fa.attention_forward(small_q, small_k, small_v, causal=causal)
     fa.attention_backward(small_dout, small_q, small_k, small_v, out, lse, causal=causal)
     _naive(small_q, small_k, small_v, small_dout, causal, True)
     # Resident before the call, so that they do not count: results of the flash way.
-    out = np.ones(shape, np.float32)
+    out = np.ones(shape, q.dtype)
     lse = np.ones((shape[0], shape[2], shape[1]), np.float32)
     passes = request["passes"]
     if passes == "backward":
@@ -96,8 +100,8 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     before = resident_bytes()
     results = 0 if passes == "forward" else 3 * q.nbytes  # dq, dk and dv
     if request["way"] == "naive":
+        results = (1 if passes == "forward" else 4) * q.size * 4  # out too, all float32
         _naive(q, k, v, dout, causal, passes != "forward")
-        results += out.nbytes
     if request["way"] == "flashattn" and passes != "backward":
         fa.attention_forward(q, k, v, causal=causal, out=(out, lse))
     if request["way"] == "flashattn" and passes != "forward":
