@@ -213,6 +213,14 @@ def test_backends() -> None:
     assert np.array_equal(fa.attention(q, k, v, backend="cpu"), fa.attention(q, k, v))
 
 
+def test_features_are_public_names() -> None:
+    """Passes, dtypes, head groups, and options under the names that a call takes."""
+    others = {"forward", "backward", "float32", "float16", "bfloat16", "gqa", "value_dim"}
+    for info in fa.backends():
+        assert set(info.features) <= others | set(OPTIONS), info.name
+        assert others <= set(info.features), info.name
+
+
 def test_environment_chooses_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = arrays(*QKV)
     monkeypatch.setenv("FLASHATTN_BACKEND", "abacus")

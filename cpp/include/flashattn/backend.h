@@ -32,6 +32,8 @@ class Backend {
   virtual Support available() const = 0;
   // False for devices that are only ever used when named (a simulated one).
   virtual bool chosen_by_default() const { return true; }
+  // Passes, dtypes, "gqa", "value_dim", and of the options that not every backend has those that
+  // this one has, under their public names.
   virtual std::vector<std::string> features() const = 0;
 
   virtual Support supports(const AttentionProblem& problem) const = 0;

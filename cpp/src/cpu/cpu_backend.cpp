@@ -133,8 +133,8 @@ Support CpuBackend::available() const {
 }
 
 std::vector<std::string> CpuBackend::features() const {
-  return {"forward", "backward",   "float32", "float16", "bfloat16", "causal",
-          "window",  "kv_lengths", "offsets", "gqa",     "value_dim"};
+  return {"forward",   "backward", "float32", "float16",  "bfloat16", "gqa",
+          "value_dim", "causal",   "window",  "q_offset", "k_offset", "kv_lengths"};
 }
 
 Support CpuBackend::supports(const AttentionProblem& problem) const {
@@ -150,7 +150,7 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
   if (problem.softcap != 0.0F) return missing("softcap");
   if (problem.alibi) return missing("alibi_slopes");
   if (problem.sinks) return missing("sinks");
-  if (problem.dropout.probability > 0.0) return missing("dropout");
+  if (problem.dropout.probability > 0.0) return missing("dropout_p");
   return {.ok = true, .reason = ""};
 }
 
