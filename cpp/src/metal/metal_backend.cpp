@@ -101,8 +101,8 @@ Support MetalBackend::available() const {
 }
 
 std::vector<std::string> MetalBackend::features() const {
-  return {"forward", "backward", "float32", "float16",    "bfloat16",
-          "causal",  "window",   "gqa",     "kv_lengths", "q_offset"};
+  return {"forward",   "backward", "float32", "float16",  "bfloat16", "gqa",
+          "value_dim", "causal",   "window",  "q_offset", "k_offset", "kv_lengths"};
 }
 
 Support MetalBackend::supports(const AttentionProblem& problem) const {
