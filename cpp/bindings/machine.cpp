@@ -13,7 +13,6 @@
 #include "cpu/measure_peak.h"
 #include "cpu/thread_pool.h"
 #include "flashattn/backend.h"
-#include "ndarray.h"
 #ifdef FLASHATTN_SIMULATED_METAL
 #include "runtime/settings.h"
 #endif
@@ -41,15 +40,12 @@ nb::typed<nb::list, BackendFacts> describe_backends() {
   return result;
 }
 
-// {name: (adopted_bytes, copied_bytes)}. Copies made on the way in are the cpu backend's: nothing
-// else takes host memory that it cannot read as it is.
+// {name: (adopted_bytes, copied_bytes)}.
 nb::typed<nb::dict, nb::str, ByteCounts> copy_stats(bool reset) {
   nb::typed<nb::dict, nb::str, ByteCounts> result;
   for (Backend* backend : backends()) {
-    CopyStats stats = backend->copy_stats(reset);
-    const std::string name = backend->name();
-    if (name == "cpu") stats.copied_bytes += copied_bytes(reset);
-    result[name.c_str()] = nb::make_tuple(stats.adopted_bytes, stats.copied_bytes);
+    const CopyStats stats = backend->copy_stats(reset);
+    result[backend->name().c_str()] = nb::make_tuple(stats.adopted_bytes, stats.copied_bytes);
   }
   return result;
 }

@@ -5,7 +5,6 @@
 #include "ndarray.h"
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 
 #include "flashattn/error.h"
@@ -44,7 +43,6 @@ struct KnownTypes {
 };
 
 KnownTypes known;
-std::atomic<std::uint64_t> copied{0};
 
 std::string prefix(ArgumentName name) { return std::string(name.function) + ": " + name.argument; }
 
@@ -113,14 +111,6 @@ bool fill_view(const DLTensor& tensor, TensorView& view) {
 bool empty(const TensorView& view) {
   return std::any_of(view.shape.begin(), view.shape.begin() + view.rank,
                      [](std::int64_t size) { return size == 0; });
-}
-
-std::uint64_t bytes_of(const TensorView& view) {
-  std::uint64_t bytes = item_size(view.dtype);
-  for (int axis = 0; axis < view.rank; ++axis) {
-    bytes *= static_cast<std::uint64_t>(view.shape[static_cast<std::size_t>(axis)]);
-  }
-  return bytes;
 }
 
 bool misaligned(const TensorView& view) {
@@ -268,7 +258,7 @@ void ArrayArgument::import_adapted(ArgumentName name, nb::handle array, Access a
     dtype_ = {.code = static_cast<std::uint8_t>(DTypeCode::Bfloat), .bits = 16, .lanes = 1};
   }
   read_dtype(name);
-  if (nb::cast<bool>(result[2])) copied += bytes_of(view_);
+  view_.copied = nb::cast<bool>(result[2]);
 }
 
 void ArrayArgument::check_memory(ArgumentName name) const {
@@ -281,8 +271,6 @@ void ArrayArgument::check_memory(ArgumentName name) const {
                           std::to_string(item_size(view_.dtype)) + " bytes)");
   }
 }
-
-std::uint64_t copied_bytes(bool reset) { return reset ? copied.exchange(0) : copied.load(); }
 
 void bind_arrays(nb::module_& module) {
   module.def("register_torch", &register_torch, nb::arg("tensor"), nb::arg("parameter"),

@@ -49,9 +49,6 @@ class ArrayArgument {
   TensorView view_;
 };
 
-// Bytes of input that had to be copied before any backend could read them.
-std::uint64_t copied_bytes(bool reset);
-
 void bind_arrays(nb::module_& module);
 
 }  // namespace flashattn::python

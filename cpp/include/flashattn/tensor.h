@@ -67,6 +67,9 @@ struct TensorView {
   // Metal: the MTLBuffer that holds the tensor, whose first element lies byte_offset bytes in.
   void* handle = nullptr;
   std::int64_t byte_offset = 0;
+  // The memory is a copy made for this call, because the caller's own could not be read in place:
+  // the backend that runs counts its bytes as copied.
+  bool copied = false;
 
   explicit operator bool() const { return rank != 0; }
 };

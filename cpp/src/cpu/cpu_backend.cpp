@@ -2,7 +2,6 @@
 #include "cpu/cpu_backend.h"
 
 #include <array>
-#include <initializer_list>
 #include <limits>
 
 #include "core/make_visibility.h"
@@ -99,17 +98,13 @@ void fill_minus_infinity(const TensorView& view) {
   for_each_element(view, [&](std::int64_t at) { items[at] = kMinusInfinity; });
 }
 
-std::uint64_t bytes_of(std::initializer_list<TensorView> views) {
-  std::uint64_t total = 0;
-  for (const TensorView& view : views) {
-    if (!view) continue;
-    std::uint64_t bytes = item_size(view.dtype);
-    for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
-      bytes *= static_cast<std::uint64_t>(view.shape[axis]);
-    }
-    total += bytes;
+std::uint64_t bytes_of(const TensorView& view) {
+  if (!view) return 0;
+  std::uint64_t bytes = item_size(view.dtype);
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
+    bytes *= static_cast<std::uint64_t>(view.shape[axis]);
   }
-  return total;
+  return bytes;
 }
 
 Support missing(const char* option) {
@@ -156,7 +151,7 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
 
 void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
   const AttentionInputs& in = tensors.inputs;
-  adopted_bytes_ += bytes_of({in.query, in.key, in.value, tensors.out, tensors.lse});
+  count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse});
   if (problem.batch == 0 || problem.seqlen_q == 0) return;
   if (problem.seqlen_k == 0) {
     fill_zero(tensors.out);
@@ -177,8 +172,8 @@ void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& 
 
 void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
   const AttentionInputs& in = tensors.inputs;
-  adopted_bytes_ += bytes_of({in.query, in.key, in.value, tensors.out, tensors.lse, tensors.dout,
-                              tensors.dlse, tensors.dq, tensors.dk, tensors.dv});
+  count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse, tensors.dout, tensors.dlse,
+               tensors.dq, tensors.dk, tensors.dv});
   if (problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0) {
     for (const TensorView& gradient : {tensors.dq, tensors.dk, tensors.dv}) fill_zero(gradient);
     return;
@@ -195,9 +190,17 @@ void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors
   run_backward(job, active_kernels(), ThreadPool::global());
 }
 
+void CpuBackend::count_bytes(std::initializer_list<TensorView> views) {
+  std::uint64_t adopted = 0;
+  std::uint64_t copied = 0;
+  for (const TensorView& view : views) (view.copied ? copied : adopted) += bytes_of(view);
+  adopted_bytes_ += adopted;
+  if (copied != 0) copied_bytes_ += copied;
+}
+
 CopyStats CpuBackend::copy_stats(bool reset) {
-  const std::uint64_t bytes = reset ? adopted_bytes_.exchange(0) : adopted_bytes_.load();
-  return {.adopted_bytes = bytes, .copied_bytes = 0};
+  if (!reset) return {.adopted_bytes = adopted_bytes_, .copied_bytes = copied_bytes_};
+  return {.adopted_bytes = adopted_bytes_.exchange(0), .copied_bytes = copied_bytes_.exchange(0)};
 }
 
 }  // namespace flashattn::cpu

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,11 @@ class CpuBackend final : public Backend {
   CopyStats copy_stats(bool reset) override;
 
  private:
-  // Nothing is ever copied here, so all bytes count as adopted.
+  // A call's tensors: read in place, unless one came as a copy.
+  void count_bytes(std::initializer_list<TensorView> views);
+
   std::atomic<std::uint64_t> adopted_bytes_{0};
+  std::atomic<std::uint64_t> copied_bytes_{0};
 };
 
 }  // namespace flashattn::cpu
