@@ -62,7 +62,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dual(array: Any) -> bool:
-    return isinstance(array, torch.Tensor) and forward_ad.unpack_dual(array).tangent is not None
+    if not isinstance(array, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(array).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def records_gradient(*arrays: Any) -> bool:
