@@ -38,9 +38,9 @@ def download_wheel(directory: Path) -> Path:
     options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--no-deps"]
     target = ["--platform", PLATFORM, "--python-version", "3.12", "--dest", str(directory)]
     requirement = f"mlx-metal=={VERSION}"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, *target, requirement], check=True
-    )
+    # -I: a build front end hides the interpreter's own packages, pip among them, by PYTHONPATH.
+    pip = [sys.executable, "-I", "-m", "pip", "download"]
+    subprocess.run([*pip, *options, *target, requirement], check=True)
     (wheel,) = directory.glob("mlx_metal-*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != SHA256:
