@@ -224,7 +224,9 @@ def test_features_are_public_names() -> None:
 def test_environment_chooses_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = arrays(*QKV)
     monkeypatch.setenv("FLASHATTN_BACKEND", "abacus")
-    with pytest.raises(ValueError, match=r'backend \("abacus"\) must be one of: .*cpu'):
+    with pytest.raises(
+        ValueError, match=r'attention: FLASHATTN_BACKEND \("abacus"\) must be one of: .*cpu'
+    ):
         fa.attention(q, k, v)
     assert fa.attention(q, k, v, backend="cpu").shape == (2, 5, 4, 6)
 

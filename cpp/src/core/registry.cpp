@@ -8,30 +8,38 @@ namespace flashattn {
 
 namespace {
 
+constexpr const char* kBackendVariable = "FLASHATTN_BACKEND";
+
 Support can_run(const Backend& backend, const AttentionProblem& problem) {
   Support available = backend.available();
   return available.ok ? backend.supports(problem) : available;
 }
 
-Backend& find_by_name(const std::vector<Backend*>& candidates, const std::string& name) {
+std::string prefix(const AttentionProblem& problem) {
+  return problem.pass == Pass::kBackward ? "attention_backward: " : "attention: ";
+}
+
+Backend& find_by_name(const std::vector<Backend*>& candidates, const AttentionProblem& problem,
+                      const BackendName& asked) {
   std::string known;
   for (Backend* backend : candidates) {
-    if (backend->name() == name) return *backend;
+    if (backend->name() == asked.name) return *backend;
     known += (known.empty() ? "" : ", ") + backend->name();
   }
-  throw InvalidArgument("attention: backend (\"" + name + "\") must be one of: " + known);
+  throw InvalidArgument(prefix(problem) + asked.source + " (\"" + asked.name +
+                        "\") must be one of: " + known);
 }
 
 }  // namespace
 
 Backend& choose_from(const std::vector<Backend*>& candidates, const AttentionProblem& problem,
-                     const std::string& name) {
-  if (!name.empty()) {
-    Backend& backend = find_by_name(candidates, name);
+                     const BackendName& asked) {
+  if (!asked.name.empty()) {
+    Backend& backend = find_by_name(candidates, problem, asked);
     const Support support = can_run(backend, problem);
     if (support.ok) return backend;
-    throw Unsupported("attention: backend \"" + name + "\" cannot do " + to_string(problem) + ": " +
-                      support.reason);
+    throw Unsupported(prefix(problem) + asked.source + " \"" + asked.name + "\" cannot do " +
+                      to_string(problem) + ": " + support.reason);
   }
   std::string reasons;
   for (Backend* backend : candidates) {
@@ -40,7 +48,7 @@ Backend& choose_from(const std::vector<Backend*>& candidates, const AttentionPro
     if (support.ok) return *backend;
     reasons += "\n  " + backend->name() + ": " + support.reason;
   }
-  throw Unsupported("attention: no backend can do " + to_string(problem) + reasons);
+  throw Unsupported(prefix(problem) + "no backend can do " + to_string(problem) + reasons);
 }
 
 const std::vector<Backend*>& backends() {
@@ -54,9 +62,11 @@ const std::vector<Backend*>& backends() {
 }
 
 Backend& choose_backend(const AttentionProblem& problem, const std::string& name) {
-  if (!name.empty()) return choose_from(backends(), problem, name);
-  const char* from_environment = std::getenv("FLASHATTN_BACKEND");
-  return choose_from(backends(), problem, from_environment == nullptr ? "" : from_environment);
+  if (!name.empty()) return choose_from(backends(), problem, {.name = name});
+  const char* from_environment = std::getenv(kBackendVariable);
+  return choose_from(
+      backends(), problem,
+      {.name = from_environment == nullptr ? "" : from_environment, .source = kBackendVariable});
 }
 
 }  // namespace flashattn

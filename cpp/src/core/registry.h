@@ -10,11 +10,17 @@
 
 namespace flashattn {
 
-// The backend called `name`, or with an empty name the first of `candidates` that is chosen by
+// A backend's name, empty for none, and where it was given: what messages call it.
+struct BackendName {
+  std::string name{};
+  const char* source = "backend";
+};
+
+// The backend that was asked for, or with an empty name the first of `candidates` that is chosen by
 // default, available and supports the problem. Throws InvalidArgument for an unknown name, and
 // Unsupported with each asked backend's reason.
 Backend& choose_from(const std::vector<Backend*>& candidates, const AttentionProblem& problem,
-                     const std::string& name);
+                     const BackendName& asked);
 
 // Each backend's one object, made on first use; defined in the backend's own folder.
 Backend& cpu_backend();
