@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "core/per_batch.h"
 #include "flashattn/attention.h"
 #include "flashattn/error.h"
 #include "ndarray.h"
@@ -142,12 +143,13 @@ void run_forward(nb::handle query, nb::handle key, nb::handle value, nb::handle 
   const Access access = caller_outputs ? Access::kWrite : Access::kRead;
   const ArrayArgument out_array({kForward, "out"}, out, access);
   const ArrayArgument lse_array({kForward, "lse"}, lse, access);
-  const ForwardTensors tensors = {
+  ForwardTensors tensors = {
       .inputs = inputs.views(options), .out = bshd(out_array, options), .lse = lse_array.view()};
   if (caller_outputs) {
     check_no_overlap(tensors.out, "out", tensors.inputs);
     check_no_overlap(tensors.lse, "lse", tensors.inputs);
   }
+  const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
   const nb::gil_scoped_release release;
   forward(tensors, plain);
@@ -172,17 +174,18 @@ void run_backward(nb::handle query, nb::handle key, nb::handle value, const Grad
   const ArrayArgument dmask({kBackward, "dmask"}, call.dmask);
   const ArrayArgument dalibi_slopes({kBackward, "dalibi_slopes"}, call.dalibi_slopes);
   const ArrayArgument dsinks({kBackward, "dsinks"}, call.dsinks);
-  const BackwardTensors tensors = {.inputs = inputs.views(options),
-                                   .out = bshd(out, options),
-                                   .lse = lse.view(),
-                                   .dout = bshd(dout, options),
-                                   .dlse = dlse.view(),
-                                   .dq = bshd(dq, options),
-                                   .dk = bshd(dk, options),
-                                   .dv = bshd(dv, options),
-                                   .dmask = dmask.view(),
-                                   .dalibi_slopes = dalibi_slopes.view(),
-                                   .dsinks = dsinks.view()};
+  BackwardTensors tensors = {.inputs = inputs.views(options),
+                             .out = bshd(out, options),
+                             .lse = lse.view(),
+                             .dout = bshd(dout, options),
+                             .dlse = dlse.view(),
+                             .dq = bshd(dq, options),
+                             .dk = bshd(dk, options),
+                             .dv = bshd(dv, options),
+                             .dmask = dmask.view(),
+                             .dalibi_slopes = dalibi_slopes.view(),
+                             .dsinks = dsinks.view()};
+  const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
   const nb::gil_scoped_release release;
   backward(tensors, plain);

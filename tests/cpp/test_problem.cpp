@@ -5,6 +5,8 @@
 #include <limits>
 #include <string>
 
+#include "core/make_visibility.h"
+#include "core/per_batch.h"
 #include "flashattn/error.h"
 #include "flashattn/problem.h"
 #include "tensors.h"
@@ -317,6 +319,44 @@ BOOST_AUTO_TEST_CASE(per_batch_integers) {
         t.inputs.kv_lengths = flashattn::contiguous_view(negative, DType::kInt32, 2);
       },
       "attention: kv_lengths[0] (-1) must be between 0 and 6");
+}
+
+BOOST_AUTO_TEST_CASE(per_batch_integers_lie_in_host_memory) {
+  std::int32_t lengths[] = {6, 3};
+  expect_forward(
+      [&](auto& t, auto&) {
+        t.inputs.kv_lengths = flashattn::contiguous_view(lengths, DType::kInt32, 2);
+        t.inputs.kv_lengths.device = flashattn::DeviceKind::kMetal;
+        t.inputs.kv_lengths.handle = lengths;
+      },
+      "attention: kv_lengths.device (metal) must be cpu, also where the other arrays are not");
+}
+
+BOOST_AUTO_TEST_CASE(per_batch_integers_are_read_once) {
+  std::int32_t lengths[] = {9, 4, 9, 5};
+  std::int64_t offsets[] = {7, 8};
+  Call call;
+  flashattn::AttentionInputs inputs = call.forward_tensors().inputs;
+  inputs.kv_lengths = flashattn::contiguous_view(lengths + 1, DType::kInt32, 2);
+  inputs.kv_lengths.stride[0] = 2;
+  inputs.q_offsets = flashattn::contiguous_view(offsets, DType::kInt64, 2);
+  const TensorView given = inputs.kv_lengths;
+  {
+    const flashattn::PerBatchValues values(inputs);
+    lengths[3] = 1 << 30;
+    offsets[0] = -1;
+    BOOST_TEST(flashattn::read_integer(inputs.kv_lengths, 0) == 4);
+    BOOST_TEST(flashattn::read_integer(inputs.kv_lengths, 1) == 5);
+    BOOST_TEST(flashattn::read_integer(inputs.q_offsets, 0) == 7);
+    BOOST_TEST(flashattn::read_integer(inputs.q_offsets, 1) == 8);
+  }
+  // What make_problem refuses is left for it to refuse.
+  inputs.kv_lengths = given;
+  inputs.kv_lengths.dtype = DType::kFloat32;
+  inputs.q_offsets = {};
+  const flashattn::PerBatchValues values(inputs);
+  BOOST_TEST(inputs.kv_lengths.data == given.data);
+  BOOST_TEST(inputs.q_offsets.rank == 0);
 }
 
 BOOST_AUTO_TEST_CASE(memory) {

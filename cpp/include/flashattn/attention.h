@@ -77,6 +77,7 @@ struct AttentionInputs {
   TensorView sinks{};         // float32 (query_heads): one extra logit per head
   TensorView q_offsets{};     // int32 or int64 (batch): AttentionOptions::q_offset per batch entry
   TensorView kv_lengths{};    // int32 or int64 (batch): keys at and past the length do not exist
+  // The last two lie in host memory, wherever the others are; they are read once, at the start.
 };
 
 struct ForwardTensors {

@@ -1,19 +1,25 @@
-// forward and backward: validate, choose a backend, run it. Nothing is computed here.
+// forward and backward: read the per-batch values, validate, choose a backend, run it. Nothing is
+// computed here.
 #include "flashattn/attention.h"
 
+#include "core/per_batch.h"
 #include "flashattn/backend.h"
 #include "flashattn/problem.h"
 
 namespace flashattn {
 
 void forward(const ForwardTensors& tensors, const AttentionOptions& options) {
-  const AttentionProblem problem = make_problem(tensors, options);
-  choose_backend(problem, options.backend).forward(problem, tensors);
+  ForwardTensors own = tensors;
+  const PerBatchValues values(own.inputs);
+  const AttentionProblem problem = make_problem(own, options);
+  choose_backend(problem, options.backend).forward(problem, own);
 }
 
 void backward(const BackwardTensors& tensors, const AttentionOptions& options) {
-  const AttentionProblem problem = make_problem(tensors, options);
-  choose_backend(problem, options.backend).backward(problem, tensors);
+  BackwardTensors own = tensors;
+  const PerBatchValues values(own.inputs);
+  const AttentionProblem problem = make_problem(own, options);
+  choose_backend(problem, options.backend).backward(problem, own);
 }
 
 }  // namespace flashattn

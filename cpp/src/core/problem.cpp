@@ -188,8 +188,8 @@ void read_mask(const Checks& check, const TensorView& mask, AttentionProblem& pr
   problem.mask_dtype = mask.dtype;
 }
 
-// An int32 or int64 array of one value per batch entry. Values are looked at where they are in host
-// memory.
+// An int32 or int64 array of one value per batch entry, which the host reads: positions and lengths
+// decide what the kernels touch, so no value may reach a device unseen.
 void check_per_batch(const Checks& check, const NamedView& arg, const AttentionProblem& problem,
                      std::int64_t low, std::int64_t high) {
   const TensorView& view = arg.view;
@@ -198,8 +198,11 @@ void check_per_batch(const Checks& check, const NamedView& arg, const AttentionP
                     "be int32 or int64");
   }
   check.shape(arg, {problem.batch}, 1);
-  check.memory(arg, problem.device);
-  if (view.device != DeviceKind::kCpu) return;
+  if (view.device != DeviceKind::kCpu) {
+    check.fail_value(std::string(arg.name) + ".device", "metal",
+                     "be cpu, also where the other arrays are not");
+  }
+  check.memory(arg, DeviceKind::kCpu);
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     check.between(std::string(arg.name) + "[" + std::to_string(b) + "]", read_integer(view, b), low,
                   high);
