@@ -221,8 +221,14 @@ def test_out_that_overlaps_an_input() -> None:
             fa.attention(q, q.copy(), q.copy(), out=out)
     memory = np.ones(2 * q.size, np.float32)
     first, second = (memory[i : i + q.size].reshape(q.shape) for i in (0, q.size // 2))
-    with pytest.raises(ValueError, match="out must not overlap the memory of an input"):
+    with pytest.raises(ValueError, match=r"attention: out \(shares memory with query\) must not"):
         fa.attention(first, q, q, out=second)
+    sinks = memory[-2:]
+    with pytest.raises(ValueError, match=r"attention: out \(shares memory with sinks\) must not"):
+        fa.attention(q, q, q, out=memory[q.size :].reshape(q.shape), sinks=sinks)
+    out, lse = memory[: q.size].reshape(q.shape), memory[q.size - 1 :][:16].reshape(1, 2, 8)
+    with pytest.raises(ValueError, match=r"attention: lse \(shares memory with out\) must not"):
+        fa.attention(q, q, q, out=(out, lse))
     misaligned = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(q.shape)
     with pytest.raises(ValueError, match="out must be aligned to its item size"):
         fa.attention(q, q, q, out=misaligned)

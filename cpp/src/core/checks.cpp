@@ -38,6 +38,56 @@ bool may_overlap_itself(const TensorView& view) {
   return false;
 }
 
+// Half-open, in bytes: from the start of the address space, or of the view's MTLBuffer.
+struct ByteRange {
+  std::intptr_t begin;
+  std::intptr_t end;
+};
+
+// What the view touches along the axes that `counts(stride in bytes)` picks.
+template <typename Counts>
+ByteRange touched_bytes(const TensorView& view, const Counts& counts) {
+  const auto item = static_cast<std::int64_t>(item_size(view.dtype));
+  const std::intptr_t first = view.device == DeviceKind::kMetal
+                                  ? static_cast<std::intptr_t>(view.byte_offset)
+                                  : reinterpret_cast<std::intptr_t>(view.data);
+  ByteRange range{.begin = first, .end = first + item};
+  for (std::size_t i = 0; i < static_cast<std::size_t>(view.rank); ++i) {
+    const std::int64_t stride = view.stride[i] * item;
+    if (view.shape[i] <= 1 || !counts(stride)) continue;
+    const std::int64_t reach = (view.shape[i] - 1) * stride;
+    (reach < 0 ? range.begin : range.end) += reach;
+  }
+  return range;
+}
+
+// Whether the two stay in different columns of rows that are `period` bytes long.
+bool in_different_columns(const TensorView& a, const TensorView& b, std::int64_t period) {
+  const auto within_row = [&](std::int64_t stride) { return stride % period != 0; };
+  const ByteRange one = touched_bytes(a, within_row);
+  const ByteRange other = touched_bytes(b, within_row);
+  std::intptr_t gap = (other.begin - one.begin) % period;
+  if (gap < 0) gap += period;
+  return gap >= one.end - one.begin && gap + (other.end - other.begin) <= period;
+}
+
+// Whether the two can share a byte. Neither is empty.
+bool may_overlap(const TensorView& a, const TensorView& b) {
+  if (a.device != b.device) return false;
+  if (a.device == DeviceKind::kMetal && a.handle != b.handle) return false;
+  const auto every = [](std::int64_t) { return true; };
+  const ByteRange one = touched_bytes(a, every);
+  const ByteRange other = touched_bytes(b, every);
+  if (one.end <= other.begin || other.end <= one.begin) return false;
+  const auto item = static_cast<std::int64_t>(item_size(a.dtype));
+  for (std::size_t i = 0; i < static_cast<std::size_t>(a.rank); ++i) {
+    const std::int64_t stride = a.stride[i] * item;
+    const std::int64_t period = stride < 0 ? -stride : stride;
+    if (a.shape[i] > 1 && period != 0 && in_different_columns(a, b, period)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 std::string shape_text(const std::array<std::int64_t, 4>& shape, int rank) {
@@ -143,12 +193,8 @@ void Checks::writable(const NamedView& arg, DeviceKind device) const {
 
 void Checks::distinct(const NamedView& output, const NamedView& other) const {
   if (!output.view || !other.view || is_empty(output.view) || is_empty(other.view)) return;
-  const bool same = output.view.device == DeviceKind::kMetal
-                        ? output.view.handle == other.view.handle &&
-                              output.view.byte_offset == other.view.byte_offset
-                        : output.view.data == other.view.data;
-  if (same) {
-    fail_value(output.name, std::string("same memory as ") + other.name,
+  if (may_overlap(output.view, other.view)) {
+    fail_value(output.name, std::string("shares memory with ") + other.name,
                "not overlap another argument");
   }
 }

@@ -36,14 +36,15 @@ class Checks {
 
   void rank(const NamedView& arg, int expected) const;
   void dtype_equal(const NamedView& arg, const std::string& expected_name, DType expected) const;
-  // The first `sizes.size()` axes; the rank too.
+  // The rank, and the sizes of that many axes.
   void shape(const NamedView& arg, const std::array<std::int64_t, 4>& expected, int rank) const;
 
   // Sizes are not negative, memory is there and aligned to its items, and lies on `device`.
   void memory(const NamedView& arg, DeviceKind device) const;
   // Additionally: no two indices share an element, so that writing has one meaning.
   void writable(const NamedView& arg, DeviceKind device) const;
-  // Neither starts where the other does: catches an output passed for an input.
+  // No byte of the output belongs to the other view. Parts of one packed array, which lie in
+  // different columns of its rows, are told apart; finer interleaving is refused.
   void distinct(const NamedView& output, const NamedView& other) const;
 
  private:

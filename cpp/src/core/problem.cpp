@@ -286,11 +286,18 @@ void check_gradients(const Checks& check, const BackwardTensors& t, AttentionPro
   problem.mask_gradient = static_cast<bool>(t.dmask);
 }
 
-// No output starts where an input or another output does.
+// No output overlaps an input or another output; per-batch integers are read before the writing.
 void check_distinct(const Checks& check, std::initializer_list<NamedView> outputs,
-                    std::initializer_list<NamedView> inputs) {
+                    const AttentionInputs& in, std::initializer_list<NamedView> more_inputs) {
+  const NamedView inputs[] = {{"query", in.query},
+                              {"key", in.key},
+                              {"value", in.value},
+                              {"mask", in.mask},
+                              {"alibi_slopes", in.alibi_slopes},
+                              {"sinks", in.sinks}};
   for (const NamedView* output = outputs.begin(); output != outputs.end(); ++output) {
     for (const NamedView& input : inputs) check.distinct(*output, input);
+    for (const NamedView& input : more_inputs) check.distinct(*output, input);
     for (const NamedView* other = outputs.begin(); other != output; ++other) {
       check.distinct(*output, *other);
     }
@@ -307,11 +314,8 @@ AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOpti
   const NamedView lse{"lse", tensors.lse};
   check_out_shape(check, out, problem);
   check_lse_shape(check, lse, problem);
-  check.writable(out, problem.device);
-  check.writable(lse, problem.device);
-  const AttentionInputs& in = tensors.inputs;
-  check_distinct(check, {out, lse},
-                 {{"query", in.query}, {"key", in.key}, {"value", in.value}, {"mask", in.mask}});
+  for (const NamedView& arg : {out, lse}) check.writable(arg, problem.device);
+  check_distinct(check, {out, lse}, tensors.inputs, {});
   return problem;
 }
 
@@ -332,17 +336,14 @@ AttentionProblem make_problem(const BackwardTensors& tensors, const AttentionOpt
     check.memory(dlse, problem.device);
   }
   check_gradients(check, tensors, problem);
-  const AttentionInputs& in = tensors.inputs;
-  check_distinct(
-      check, {{"dq", tensors.dq}, {"dk", tensors.dk}, {"dv", tensors.dv}, {"dmask", tensors.dmask}},
-      {{"query", in.query},
-       {"key", in.key},
-       {"value", in.value},
-       {"mask", in.mask},
-       out,
-       lse,
-       dout,
-       dlse});
+  check_distinct(check,
+                 {{"dq", tensors.dq},
+                  {"dk", tensors.dk},
+                  {"dv", tensors.dv},
+                  {"dmask", tensors.dmask},
+                  {"dalibi_slopes", tensors.dalibi_slopes},
+                  {"dsinks", tensors.dsinks}},
+                 tensors.inputs, {out, lse, dout, dlse});
   return problem;
 }
 
