@@ -16,6 +16,9 @@ inline constexpr std::int64_t kDecodeChunkKeys = 512;
 inline constexpr std::int64_t kDecodeBlockKeys = 64;  // keys per step of the online softmax
 // Rows of float32 scratch are padded to this many elements, the widest vector there is.
 inline constexpr std::int64_t kDecodePad = 16;
+// Floats between the scores of two rows: not a power of two, which would put the rows of all heads
+// into the same few sets of the cache.
+inline constexpr std::int64_t kDecodeScoreStride = kDecodeBlockKeys + kDecodePad;
 
 FLASHATTN_INLINE std::int64_t decode_padded(std::int64_t dim) {
   return (dim + kDecodePad - 1) / kDecodePad * kDecodePad;
@@ -67,11 +70,38 @@ FLASHATTN_INLINE DecodePartial decode_partial_at(const AttentionJob& job, float*
   return {.acc = base, .max_log2 = max_log2, .sum = max_log2 + decode_rows(job)};
 }
 
-// All query rows of a batch entry as float32, and a block of key and of value rows for the strided
-// path.
+// The float32 scratch of a chunk, in this order.
+struct DecodeScratch {
+  float* q = nullptr;           // [decode_rows][decode_padded(head_dim)]: all rows of an entry
+  float* key_copy = nullptr;    // [kDecodeBlockKeys][decode_padded(head_dim)]: for the strided path
+  float* value_copy = nullptr;  // [kDecodeBlockKeys][decode_padded(value_dim)]
+  float* scores = nullptr;      // [decode_rows][kDecodeScoreStride], if rows are few
+  float* sums = nullptr;        // [decode_rows][decode_padded(value_dim)], if rows are few
+};
+
+// Whether keys and values are read in memory order (decode_linear.h). Not where the arithmetic
+// takes longer than the reading: from 4 query rows a key on for 16-bit elements, from 9 on for
+// float32.
+FLASHATTN_INLINE bool decode_linear(const AttentionJob& job) {
+  const std::int64_t rows = job.heads_per_kv * job.seqlen_q;
+  return rows <= (job.dtype == DType::kFloat32 ? 8 : 3);
+}
+
+FLASHATTN_INLINE DecodeScratch decode_scratch_at(const AttentionJob& job, float* base) {
+  float* key_copy = base + decode_rows(job) * decode_padded(job.head_dim);
+  float* value_copy = key_copy + kDecodeBlockKeys * decode_padded(job.head_dim);
+  float* scores = value_copy + kDecodeBlockKeys * decode_padded(job.value_dim);
+  float* sums = scores + decode_rows(job) * kDecodeScoreStride;
+  return {
+      .q = base, .key_copy = key_copy, .value_copy = value_copy, .scores = scores, .sums = sums};
+}
+
 FLASHATTN_INLINE std::int64_t decode_scratch_floats(const AttentionJob& job) {
-  return decode_rows(job) * decode_padded(job.head_dim) +
-         kDecodeBlockKeys * (decode_padded(job.head_dim) + decode_padded(job.value_dim));
+  const std::int64_t copies =
+      kDecodeBlockKeys * (decode_padded(job.head_dim) + decode_padded(job.value_dim));
+  const std::int64_t few_rows =
+      decode_linear(job) ? kDecodeScoreStride + decode_padded(job.value_dim) : 0;
+  return copies + decode_rows(job) * (decode_padded(job.head_dim) + few_rows);
 }
 
 struct DecodeKernels {
