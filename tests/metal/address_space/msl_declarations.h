@@ -65,18 +65,18 @@ void simdgroup_barrier(mem_flags flags);
   half name(half x);     \
   float2 name(float2 x); \
   float4 name(float4 x);
-#define MSL_FLOAT_FUNCTIONS                                                                      \
-  MSL_UNARY(exp)                                                                                 \
-  MSL_UNARY(exp2)                                                                                \
-  MSL_UNARY(log) MSL_UNARY(log2) MSL_UNARY(sqrt) MSL_UNARY(rsqrt) MSL_UNARY(fabs) MSL_UNARY(abs) \
-      MSL_UNARY(tanh) MSL_UNARY(floor) MSL_UNARY(ceil) MSL_UNARY(rint) MSL_UNARY(trunc)          \
-          MSL_UNARY(sin) MSL_UNARY(cos) float                                                    \
-          pow(float x, float y);                                                                 \
-  float fma(float a, float b, float c);                                                          \
-  float ldexp(float x, int n);                                                                   \
-  float copysign(float x, float y);                                                              \
-  float fmax(float a, float b);                                                                  \
+// clang-format off: it never settles on a layout for this list.
+#define MSL_FLOAT_FUNCTIONS \
+  MSL_UNARY(exp) MSL_UNARY(exp2) MSL_UNARY(log) MSL_UNARY(log2) MSL_UNARY(sqrt) \
+  MSL_UNARY(rsqrt) MSL_UNARY(fabs) MSL_UNARY(abs) MSL_UNARY(tanh) MSL_UNARY(floor) \
+  MSL_UNARY(ceil) MSL_UNARY(rint) MSL_UNARY(trunc) MSL_UNARY(sin) MSL_UNARY(cos) \
+  float pow(float x, float y); \
+  float fma(float a, float b, float c); \
+  float ldexp(float x, int n); \
+  float copysign(float x, float y); \
+  float fmax(float a, float b); \
   float fmin(float a, float b);
+// clang-format on
 MSL_FLOAT_FUNCTIONS
 namespace fast {
 MSL_FLOAT_FUNCTIONS
