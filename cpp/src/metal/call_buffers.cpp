@@ -49,7 +49,8 @@ BoundTensor CallBuffers::stage(const TensorView& view) {
 BoundTensor CallBuffers::input(const TensorView& view) {
   BoundTensor bound;
   if (adopt(view, &bound)) {
-    counters_->adopted_bytes += byte_count(view);
+    // What the binding had to copy before it came here was not taken as it is.
+    (view.copied ? counters_->copied_bytes : counters_->adopted_bytes) += byte_count(view);
     return bound;
   }
   bound = stage(view);
