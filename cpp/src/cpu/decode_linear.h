@@ -46,15 +46,20 @@ FLASHATTN_NOINLINE void decode_linear_scores(const HeadFloats& q, std::int64_t r
   constexpr int kUnits = kDecodeAccumulators / rows;
   alignas(64) float sums[kDecodeAccumulators];
   const std::int64_t units = count * keys.heads;
-  std::int64_t k = 0;
+  // Stepped and not computed from (key, head): products of strides would outweigh a short row.
   std::int64_t head = 0;
+  const char* key = keys.base;
+  const float* q_head = q.row(0, row);
+  float* score = scores.row(0, row);
+  const std::ptrdiff_t next_key = keys.row_bytes - keys.heads * keys.head_bytes;
+  const std::int64_t first_q = keys.heads * q.head_stride;
+  const std::int64_t next_score = 1 - keys.heads * scores.head_stride;
   for (std::int64_t unit = 0; unit < units; unit += kUnits) {
     Vec acc[kDecodeAccumulators] = {};
     float* to[kUnits];
     FLASHATTN_UNROLL for (int u = 0; u < kUnits; ++u) {
-      const char* key = keys.row(k, head);
-      const float* q_part = q.row(head, row);
-      to[u] = scores.row(head, row) + k;
+      const float* q_part = q_head;
+      to[u] = score;
       const auto add = [&](Vec x) __attribute__((always_inline)) {
         FLASHATTN_UNROLL for (int r = 0; r < rows; ++r) {
           Vec& sum = acc[r * kUnits + u];
@@ -66,10 +71,15 @@ FLASHATTN_NOINLINE void decode_linear_scores(const HeadFloats& q, std::int64_t r
       }
       if (dim.rest() != 0) add(Dot::key_rest(key, dim));
       // A short group repeats its last unit, which gives the same scores again.
-      if (unit + u + 1 < units && ++head == keys.heads) {
-        head = 0;
-        ++k;
-      }
+      if (unit + u + 1 >= units) continue;
+      key += keys.head_bytes;
+      q_head += q.head_stride;
+      score += scores.head_stride;
+      if (++head < keys.heads) continue;
+      head = 0;
+      key += next_key;
+      q_head -= first_q;
+      score += next_score;
     }
     FLASHATTN_UNROLL for (int group = 0; group < kDecodeAccumulators / kLanes; ++group) {
       Vec part[kLanes];
@@ -85,7 +95,7 @@ FLASHATTN_NOINLINE void decode_linear_scores(const HeadFloats& q, std::int64_t r
   for (head = 0; head < keys.heads; ++head) {
     for (int r = 0; r < rows; ++r) {
       float* s = scores.row(head, row + r);
-      for (k = count; k % kLanes != 0; ++k) s[k] = -kInfinity;
+      for (std::int64_t k = count; k % kLanes != 0; ++k) s[k] = -kInfinity;
     }
   }
 }
