@@ -34,11 +34,13 @@ void bind_slots(MTL::ComputeCommandEncoder* encoder, const Dispatch& dispatch,
 MTL::CommandBuffer* commit_range(const Device& device, const Schedule& schedule,
                                  const Pipelines& pipelines, const SlotTable& slots,
                                  std::size_t first, std::size_t last) {
+  // Made first: nothing may throw between opening an encoder and closing it.
+  NS::String* label = to_ns("flashattn " + to_string(schedule.dispatches[first].key));
   MTL::CommandBuffer* commands = device.queue()->commandBuffer();
   MTL::ComputeCommandEncoder* encoder =
       commands == nullptr ? nullptr : commands->computeCommandEncoder();
   if (encoder == nullptr) throw DeviceError("metal: the device gives no command buffer");
-  commands->setLabel(to_ns("flashattn " + to_string(schedule.dispatches[first].key)));
+  commands->setLabel(label);
   for (std::size_t i = first; i < last; ++i) {
     const Dispatch& dispatch = schedule.dispatches[i];
     encoder->setComputePipelineState(pipelines[i].get());
@@ -58,6 +60,24 @@ struct Committed {
   std::size_t last;
 };
 
+// What the GPU has been given. However a call ends, it waits for all of it: the call's buffers are
+// freed next.
+class InFlight {
+ public:
+  explicit InFlight(std::size_t most) { committed_.reserve(most); }
+  ~InFlight() {
+    for (const Committed& one : committed_) one.commands->waitUntilCompleted();
+  }
+  InFlight(const InFlight&) = delete;
+  InFlight& operator=(const InFlight&) = delete;
+
+  void add(const Committed& one) { committed_.push_back(one); }
+  const std::vector<Committed>& all() const { return committed_; }
+
+ private:
+  std::vector<Committed> committed_;
+};
+
 std::string failure_text(const Committed& failed, const Schedule& schedule) {
   std::string kernels;
   for (std::size_t i = failed.first; i < failed.last; ++i) {
@@ -75,7 +95,7 @@ void run_schedule(const Device& device, PipelineCache& cache, const Schedule& sc
   Pipelines pipelines;
   for (const Dispatch& dispatch : schedule.dispatches) pipelines.push_back(cache.get(dispatch.key));
 
-  std::vector<Committed> committed;
+  InFlight in_flight(schedule.dispatches.size());
   std::string failure;
   for (std::size_t first = 0; first < schedule.dispatches.size() && failure.empty();) {
     std::size_t last = first + 1;
@@ -83,14 +103,13 @@ void run_schedule(const Device& device, PipelineCache& cache, const Schedule& sc
     while (last < schedule.dispatches.size() && schedule.dispatches[last].command_buffer == number)
       ++last;
     try {
-      committed.push_back(
-          {commit_range(device, schedule, pipelines, slots, first, last), first, last});
+      in_flight.add({commit_range(device, schedule, pipelines, slots, first, last), first, last});
     } catch (const DeviceError& refused) {
       failure = refused.what();
     }
     first = last;
   }
-  for (const Committed& one : committed) {
+  for (const Committed& one : in_flight.all()) {
     one.commands->waitUntilCompleted();
     const bool completed = one.commands->status() == MTL::CommandBufferStatusCompleted;
     if (!completed && failure.empty()) failure = failure_text(one, schedule);

@@ -3,6 +3,7 @@
 #include <fstream>
 #include <iterator>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "flashattn/error.h"
@@ -44,6 +45,29 @@ std::string text_of_file(const std::filesystem::path& path) {
 }
 
 BOOST_FIXTURE_TEST_SUITE(metal_pipelines, Gpu)
+
+// The host's arithmetic about a kernel is the kernel's own: every kernel, narrow, uneven and wide.
+BOOST_AUTO_TEST_CASE(threadgroup_memory_is_what_the_kernels_declare) {
+  PipelineCache cache(device.get(), {});
+  for (const KernelKind kind : {KernelKind::kForward, KernelKind::kDelta, KernelKind::kBackwardDq,
+                                KernelKind::kBackwardDv, KernelKind::kBackwardDk}) {
+    for (const auto& [head_tile, value_tile] : {std::pair{16, 16}, {32, 80}, {160, 48}}) {
+      const bool wide = head_tile > 128;
+      KernelKey key{.kind = kind, .block_rows = 8};
+      if (kind != KernelKind::kDelta) {
+        key = {.kind = kind,
+               .head_tile = head_tile,
+               .value_tile = value_tile,
+               .block_rows = wide ? 16 : 32,
+               .block_columns = wide ? 8 : 16};
+      }
+      const auto state = cache.get(key);
+      BOOST_TEST(state->staticThreadgroupMemoryLength() ==
+                     static_cast<NS::UInteger>(flashattn::metal::threadgroup_memory(key)),
+                 to_string(key));
+    }
+  }
+}
 
 BOOST_AUTO_TEST_CASE(each_pipeline_is_compiled_once_by_many_threads) {
   const LiveObjectCheck live;
