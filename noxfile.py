@@ -210,6 +210,8 @@ def simulated(session: nox.Session) -> None:
     session.run("cmake", "--build", f"{folder}/cpp", "-j", jobs(), env=environment, silent=True)
     session.run("ctest", "--test-dir", f"{folder}/cpp", "--output-on-failure", env=environment)
     session.install("pytest-xdist")
+    # The simulator's and the checker's own tests: shaders kernel by kernel, planted defects.
+    session.run("pytest", "-n", jobs(), "tests/metal", env=environment)
     environment |= {"FLASHATTN_TEST_BACKENDS": "metal", "PYTHONPATH": str(ROOT / "tests" / "metal")}
     pytest = ("pytest", "-n", jobs(), "-p", "live_objects")
     elsewhere = ("--ignore=tests/test_cpp.py", "--ignore=tests/metal")
