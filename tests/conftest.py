@@ -1,8 +1,8 @@
 """The `target` fixture: one run of a test per backend, instruction set and simulated device; and
 hypothesis profiles.
 
-FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small) or "nightly" (random,
-large).
+FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small), "simulated"
+(derandomised, 250 problems forward and as many backward) or "nightly" (random, large).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _SHARED = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
 settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **_SHARED)
+settings.register_profile("simulated", max_examples=250, derandomize=True, database=None, **_SHARED)
 settings.register_profile("nightly", max_examples=1500, print_blob=True, **_SHARED)
 settings.load_profile(os.environ.get("FLASHATTN_HYPOTHESIS", "ci"))
 
