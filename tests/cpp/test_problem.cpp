@@ -1,6 +1,7 @@
 // make_problem: what it reads out of a valid call, and the exact message of every refusal.
 #include <boost/test/unit_test.hpp>
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <string>
@@ -470,6 +471,13 @@ BOOST_AUTO_TEST_CASE(metal_views_overlap_by_buffer_and_bytes) {
 BOOST_AUTO_TEST_CASE(inputs_may_have_any_stride) {
   Call call;
   ForwardTensors tensors = call.forward_tensors();
+  // The strides are made up, so the arrays stand far apart, at addresses that nobody touches.
+  std::uintptr_t address = 0;
+  for (flashattn::TensorView* view : {&tensors.inputs.query, &tensors.inputs.key,
+                                      &tensors.inputs.value, &tensors.out, &tensors.lse}) {
+    address += std::uintptr_t{1} << 40;
+    view->data = reinterpret_cast<void*>(address);
+  }
   tensors.inputs.key.stride = {0, 0, 0, 0};
   tensors.inputs.value.stride = {-96, 16, 8, -1};
   tensors.inputs.query.stride[1] = -32;
