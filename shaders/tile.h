@@ -114,21 +114,26 @@ void multiply_transposed(thread simdgroup_float8x8 (&product)[columns],
   }
 }
 
-// sum += weights (8 rows, stored in threadgroup memory) * tile.
+// sum += weights (8 rows, stored in threadgroup memory) * tile. The tile's own products are summed
+// first and added once: a row that meets many tiles rounds its total once a tile, not once a
+// column.
 template <uint inner, uint columns>
 void multiply_accumulate(thread simdgroup_float8x8 (&sum)[columns],
                          threadgroup const float* weights, uint weights_stride,
                          threadgroup const float* tile, uint tile_stride) {
+  simdgroup_float8x8 weight[inner];
+  load_strip(weight, weights, weights_stride);
 #pragma clang loop unroll(full)
-  for (uint j = 0; j < inner; ++j) {
-    simdgroup_float8x8 weight;
-    simdgroup_load(weight, weights + j * kFragment, weights_stride);
+  for (uint d = 0; d < columns; ++d) {
+    simdgroup_float8x8 total = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 #pragma clang loop unroll(full)
-    for (uint d = 0; d < columns; ++d) {
+    for (uint j = 0; j < inner; ++j) {
       simdgroup_float8x8 values;
       simdgroup_load(values, tile + j * kFragment * tile_stride + d * kFragment, tile_stride);
-      simdgroup_multiply_accumulate(sum[d], weight, values, sum[d]);
+      simdgroup_multiply_accumulate(total, weight[j], values, total);
     }
+    sum[d].thread_elements()[0] += total.thread_elements()[0];
+    sum[d].thread_elements()[1] += total.thread_elements()[1];
   }
 }
 
@@ -160,6 +165,7 @@ void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns],
     simdgroup_float8x8 seen;
     simdgroup_load(seen, scratch, kFragment);
     // The order of multiply_accumulate.
+    simdgroup_float8x8 total_of_finite = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (uint j = 0; j < inner; ++j) {
       simdgroup_float8x8 weight;
       simdgroup_float8x8 values;
@@ -167,8 +173,10 @@ void accumulate_selected(thread simdgroup_float8x8 (&sum)[columns],
       simdgroup_load(values, tile + j * kFragment * tile_stride + d * kFragment, tile_stride);
       values.thread_elements()[0] = finite_or_zero(values.thread_elements()[0]);
       values.thread_elements()[1] = finite_or_zero(values.thread_elements()[1]);
-      simdgroup_multiply_accumulate(sum[d], weight, values, sum[d]);
+      simdgroup_multiply_accumulate(total_of_finite, weight, values, total_of_finite);
     }
+    sum[d].thread_elements()[0] += total_of_finite.thread_elements()[0];
+    sum[d].thread_elements()[1] += total_of_finite.thread_elements()[1];
     sum[d].thread_elements()[0] += seen.thread_elements()[0];
     sum[d].thread_elements()[1] += seen.thread_elements()[1];
   }

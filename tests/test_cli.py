@@ -150,7 +150,8 @@ def test_check_says_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["right"] is True
-    assert [way["isa"] for way in result["ways"]] == _core.supported_isas()
+    on_cpu = [way["isa"] for way in result["ways"] if way["backend"] == "cpu"]
+    assert on_cpu == _core.supported_isas()
     for way in result["ways"]:
         assert way["checked"] == 2 * 3 * 5
         assert 0 < way["worst_share"] <= 1

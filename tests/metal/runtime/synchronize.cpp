@@ -120,10 +120,13 @@ void Threadgroup::multiply(float* d, const float* a, const float* b, const float
   }
   if (arrive(group, {"simdgroup_multiply", source})) {
     ++dispatch_->counters.matrix_multiplies;
+    // Fused multiply-adds: a product of two floats is exact in double.
     for (std::size_t row = 0; row < 64; row += 8)
       for (std::size_t k = 0; k < 8; ++k)
-        for (std::size_t column = 0; column < 8; ++column)
-          sum[row + column] += left[row + k] * right[k * 8 + column];
+        for (std::size_t column = 0; column < 8; ++column) {
+          const double product = double{left[row + k]} * double{right[k * 8 + column]};
+          sum[row + column] = static_cast<float>(product + double{sum[row + column]});
+        }
     group.parity ^= 1;
     release_simdgroup(thread_->index / 32u);
   }
