@@ -88,11 +88,11 @@ BOOST_AUTO_TEST_CASE(backward_golden) {
       "command_buffer 0: delta_bfloat16_r8+dlse threadgroups 0+30 x 256 threads, 0 B: "
       "out,dout,dlse -> delta\n"
       "command_buffer 0: backward_dq_bfloat16_d80_v160_r16_c8 threadgroups 0+18 x 64 threads, "
-      "12360 B: query,key,value,lse,dout,delta,row_intervals -> dq\n"
+      "12368 B: query,key,value,lse,dout,delta,row_intervals -> dq\n"
       "command_buffer 0: backward_dv_bfloat16_d80_v160_r16_c8 threadgroups 0+9 x 64 threads, "
-      "11624 B: query,key,lse,dout,row_intervals -> dv\n"
+      "11632 B: query,key,lse,dout,row_intervals -> dv\n"
       "command_buffer 0: backward_dk_bfloat16_d80_v160_r16_c8 threadgroups 0+9 x 64 threads, "
-      "12424 B: query,key,value,lse,dout,delta,row_intervals -> dk\n"
+      "12432 B: query,key,value,lse,dout,delta,row_intervals -> dk\n"
       "rows of 0: [i-5, i+3) below 40\n"
       "delta 960 B\n");
 }

@@ -103,7 +103,8 @@ std::int64_t threadgroup_memory(const KernelKey& key) {
   floats += key.block_rows + strips;  // visible, non_finite
   if (key.kind == KernelKind::kBackwardDv) floats += key.block_columns;
   if (key.kind == KernelKind::kBackwardDk) floats += 2 * key.block_columns;
-  return std::int64_t{4} * floats;
+  constexpr std::int64_t kGranule = 16;  // bytes, in which Metal counts threadgroup memory
+  return (std::int64_t{4} * floats + kGranule - 1) / kGranule * kGranule;
 }
 
 }  // namespace flashattn::metal
