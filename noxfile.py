@@ -34,8 +34,11 @@ def build_tools(session: nox.Session) -> None:
 
 
 def build_folder(session: nox.Session) -> Path:
-    """A folder that is kept between runs, so that only what changed is compiled again."""
-    return Path(session.cache_dir) / f"build-{session.name}"
+    """A folder that is kept between runs, so that only what changed is compiled again.
+
+    Absolute, because tests run compilers in it from other folders.
+    """
+    return Path(session.cache_dir).resolve() / f"build-{session.name}"
 
 
 def jobs() -> str:
