@@ -18,14 +18,14 @@ FLASHATTN_INLINE KeyBlock<Unit> key_block(const BackwardShape<Unit>& shape,
   const KeyBlock<Unit> block{.keys = packed.keys + key * shape.head_packed,
                              .values = packed.values + key * shape.value_packed,
                              .key_lanes = packed.key_lanes + key / Unit::kElements * shape.head_row,
-                             .dk = sums.dk + key * shape.head_lanes,
-                             .dv = sums.dv + key * shape.value_lanes,
+                             .dk = shape.wants_dk ? sums.dk + key * shape.head_lanes : nullptr,
+                             .dv = shape.wants_dv ? sums.dv + key * shape.value_lanes : nullptr,
                              .first_key = key,
                              .finite = packed.finite[index] != 0};
   if (sums.touched[index] == 0) {
     sums.touched[index] = 1;
-    zero_units(block.dk, kBlockK * shape.head_lanes);
-    zero_units(block.dv, kBlockK * shape.value_lanes);
+    if (shape.wants_dk) zero_units(block.dk, kBlockK * shape.head_lanes);
+    if (shape.wants_dv) zero_units(block.dv, kBlockK * shape.value_lanes);
   }
   return block;
 }

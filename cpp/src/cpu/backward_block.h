@@ -22,8 +22,8 @@ struct KeyBlock {
   const float* keys = nullptr;       // [kBlockK][head_packed]
   const float* values = nullptr;     // [kBlockK][value_packed]
   const float* key_lanes = nullptr;  // [kBlockK / kElements][head_row]
-  float* dk = nullptr;               // [kBlockK][head_lanes]
-  float* dv = nullptr;               // [kBlockK][value_lanes]
+  float* dk = nullptr;               // [kBlockK][head_lanes], null where not asked for
+  float* dv = nullptr;               // [kBlockK][value_lanes], likewise
   std::int64_t first_key = 0;
   bool finite = true;  // all of K
 };
@@ -59,31 +59,61 @@ template <class Unit>
 FLASHATTN_INLINE void fetch_sums(const BackwardShape<Unit>& shape, const KeyBlock<Unit>& k,
                                  std::int64_t key) {
   if (!shape.in_column_groups()) return;
-  prefetch_floats(k.dk + key * shape.head_lanes, kTileRows * shape.head_lanes);
-  prefetch_floats(k.dv + key * shape.value_lanes, kTileRows * shape.value_lanes);
+  if (shape.wants_dk) {
+    prefetch_floats(k.dk + key * shape.head_lanes, kTileRows * shape.head_lanes);
+  }
+  if (shape.wants_dv) {
+    prefetch_floats(k.dv + key * shape.value_lanes, kTileRows * shape.value_lanes);
+  }
 }
 
-// P and dS of the strip's tiles, each over the vectors of lanes that its rows take.
+// The tiles of a call without score modifiers. masked: some row may not see some key.
 template <class Unit, bool masked>
-FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, float scale_log2,
-                                  const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
-                                  std::int64_t strip, const Interval (&rows)[kStripTiles]) {
+struct PlainTiles {
+  static constexpr int kLeastVecs = masked ? 1 : kTileVecs;
+  const BackwardShape<Unit>& shape;
+  const QueryBlock<Unit>& q;
+  const KeyBlock<Unit>& k;
+  float scale_log2 = 0.0F;
+
+  FLASHATTN_INLINE bool need_score_gradients() const { return shape.wants_dq || shape.wants_dk; }
+  template <int vecs>
+  FLASHATTN_INLINE void weights(TilePlace at) const {
+    weight_tile<Unit, masked, vecs>(shape, k.keys, scale_log2, q, at);
+  }
+  template <int vecs>
+  FLASHATTN_INLINE void score_gradients(TilePlace at) const {
+    score_gradient_tile<Unit, masked, vecs>(shape, k.values, q, at);
+  }
+};
+
+// P and dS of the strip's tiles, each over the vectors of lanes that its rows take. Tiles says how
+// one tile is computed: PlainTiles or one of the same form.
+template <class Unit, class Tiles>
+FLASHATTN_INLINE void score_strip(const BackwardShape<Unit>& shape, const KeyBlock<Unit>& k,
+                                  const Tiles& tiles, std::int64_t strip,
+                                  const Interval (&rows)[kStripTiles]) {
   constexpr std::int64_t group = kLanes * Unit::kElements;
   for (std::int64_t t = 0; t < kStripTiles; ++t) {
     if (rows[t].begin >= rows[t].end) continue;
     const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
     fetch_keys(shape, k, at.key + kStripKeys);
-    weight_tiles<Unit, masked>(shape, k.keys, scale_log2, q, at,
-                               rows[t].begin / group * Unit::kElements,
-                               round_up(rows[t].end, group) / kLanes);
+    for_lane_tiles<Unit, Tiles::kLeastVecs>(
+        at, rows[t].begin / group * Unit::kElements, round_up(rows[t].end, group) / kLanes,
+        [&](auto vecs, TilePlace place) __attribute__((always_inline)) {
+          tiles.template weights<decltype(vecs)::value>(place);
+        });
   }
+  if (!tiles.need_score_gradients()) return;
   for (std::int64_t t = 0; t < kStripTiles; ++t) {
     if (rows[t].begin >= rows[t].end) continue;
     const TilePlace at{.strip_key = t * kTileRows, .key = strip + t * kTileRows};
     fetch_sums(shape, k, at.key + kStripKeys);
-    score_gradient_tiles<Unit, masked>(shape, k.values, q, at,
-                                       rows[t].begin / group * Unit::kElements,
-                                       round_up(rows[t].end, group) / kLanes);
+    for_lane_tiles<Unit, Tiles::kLeastVecs>(
+        at, rows[t].begin / group * Unit::kElements, round_up(rows[t].end, group) / kLanes,
+        [&](auto vecs, TilePlace place) __attribute__((always_inline)) {
+          tiles.template score_gradients<decltype(vecs)::value>(place);
+        });
   }
 }
 
@@ -93,43 +123,76 @@ FLASHATTN_INLINE void add_key_gradients(const BackwardShape<Unit>& shape, const 
                                         const KeyBlock<Unit>& k, std::int64_t strip,
                                         const Interval (&rows)[kStripTiles]) {
   constexpr std::ptrdiff_t row_units = kBlockQ / Unit::kElements;
-  const Product dv{.A = q.p_units,
-                   .a_tile = kTileRows * row_units,
-                   .a_row = row_units,
-                   .a_depth = 1,
-                   .B = q.dout_rows,
-                   .b_row = shape.value_row,
-                   .C = k.dv + strip * shape.value_lanes,
-                   .lanes = shape.value_lanes,
-                   .ranges = rows,
-                   .tiles = kStripTiles};
-  const Product dk{.A = q.ds_of_strip(strip),
-                   .a_tile = kTileRows * row_units,
-                   .a_row = row_units,
-                   .a_depth = 1,
-                   .B = q.q_rows,
-                   .b_row = shape.head_row,
-                   .C = k.dk + strip * shape.head_lanes,
-                   .lanes = shape.head_lanes,
-                   .ranges = rows,
-                   .tiles = kStripTiles};
-  add_product<Unit>(dv);
-  add_product<Unit>(dk);
+  if (shape.wants_dv) {
+    add_product<Unit>({.A = q.p_units,
+                       .a_tile = kTileRows * row_units,
+                       .a_row = row_units,
+                       .a_depth = 1,
+                       .B = q.dout_rows,
+                       .b_row = shape.value_row,
+                       .C = k.dv + strip * shape.value_lanes,
+                       .lanes = shape.value_lanes,
+                       .ranges = rows,
+                       .tiles = kStripTiles});
+  }
+  if (shape.wants_dk) {
+    add_product<Unit>({.A = q.ds_of_strip(strip),
+                       .a_tile = kTileRows * row_units,
+                       .a_row = row_units,
+                       .a_depth = 1,
+                       .B = q.q_rows,
+                       .b_row = shape.head_row,
+                       .C = k.dk + strip * shape.head_lanes,
+                       .lanes = shape.head_lanes,
+                       .ranges = rows,
+                       .tiles = kStripTiles});
+  }
 }
 
-// The same, each key over exactly the rows that see it.
+// Which pairs of a block may see each other: bit i of rows[j] is query row i and key j, both
+// counted from the block's first.
+struct SeenPairs {
+  static_assert(kBlockQ == 64 && kBlockK == 64);
+  std::uint64_t rows[kBlockK];
+
+  // The keys of row i, a bit each.
+  FLASHATTN_INLINE std::uint64_t keys(std::int64_t i) const {
+    std::uint64_t bits = 0;
+    for (std::int64_t j = 0; j < kBlockK; ++j) bits |= (rows[j] >> i & 1) << j;
+    return bits;
+  }
+};
+
+// Bits [x.begin, x.end).
+FLASHATTN_INLINE std::uint64_t bits_of_interval(Interval x) {
+  if (x.begin >= x.end) return 0;
+  return ~std::uint64_t{0} >> (64 - (x.end - x.begin)) << x.begin;
+}
+
+template <class Unit>
+FLASHATTN_NOINLINE void find_seen_pairs(const Visibility& visibility, const QueryBlock<Unit>& q,
+                                        std::int64_t first_key, SeenPairs& seen) {
+  for (std::int64_t j = 0; j < kBlockK; ++j) {
+    seen.rows[j] = bits_of_interval(rows_seeing(visibility, q, first_key + j, 1));
+  }
+}
+
+// The same sums, each key over exactly the rows that see it.
 template <class Unit>
 FLASHATTN_NOINLINE void add_key_gradients_exactly(const BackwardShape<Unit>& shape,
-                                                  const Visibility& visibility,
-                                                  const QueryBlock<Unit>& q,
+                                                  const SeenPairs& seen, const QueryBlock<Unit>& q,
                                                   const KeyBlock<Unit>& k, std::int64_t strip) {
   constexpr std::ptrdiff_t row_units = kBlockQ / Unit::kElements;
   for (std::int64_t m = 0; m < kStripKeys; ++m) {
-    const Interval rows = rows_seeing(visibility, q, k.first_key + strip + m, 1);
-    add_row_product<Unit>(rows, q.p_units + m * row_units, 1, q.dout_rows, shape.value_row,
-                          k.dv + (strip + m) * shape.value_lanes, shape.value_lanes);
-    add_row_product<Unit>(rows, q.ds_of_strip(strip) + m * row_units, 1, q.q_rows, shape.head_row,
-                          k.dk + (strip + m) * shape.head_lanes, shape.head_lanes);
+    const std::uint64_t rows = seen.rows[strip + m];
+    if (shape.wants_dv) {
+      add_row_product<Unit>(rows, q.p_units + m * row_units, 1, q.dout_rows, shape.value_row,
+                            k.dv + (strip + m) * shape.value_lanes, shape.value_lanes);
+    }
+    if (shape.wants_dk) {
+      add_row_product<Unit>(rows, q.ds_of_strip(strip) + m * row_units, 1, q.q_rows, shape.head_row,
+                            k.dk + (strip + m) * shape.head_lanes, shape.head_lanes);
+    }
   }
 }
 
@@ -138,6 +201,7 @@ template <class Unit>
 FLASHATTN_INLINE void add_query_gradients(const BackwardShape<Unit>& shape,
                                           const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
                                           const Interval (&keys)[kMaxTiles]) {
+  if (!shape.wants_dq) return;
   add_product<Unit>({.A = q.ds,
                      .a_tile = kTileRows,
                      .a_row = 1,
@@ -157,9 +221,10 @@ FLASHATTN_NOINLINE void add_visible_block(const BackwardShape<Unit>& shape, floa
                                           const BlockAhead& ahead) {
   Interval rows[kStripTiles];
   for (Interval& range : rows) range = {0, kBlockQ};
+  const PlainTiles<Unit, false> tiles{shape, q, k, scale_log2};
   for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
     ahead.fetch(strip / kStripKeys, kBlockK / kStripKeys);
-    score_strip<Unit, false>(shape, scale_log2, q, k, strip, rows);
+    score_strip(shape, k, tiles, strip, rows);
     add_key_gradients(shape, q, k, strip, rows);
   }
   Interval keys[kMaxTiles];
@@ -180,10 +245,10 @@ FLASHATTN_INLINE void set_lane_keys(const Visibility& visibility, const QueryBlo
   }
 }
 
-// dQ of a partly visible block.
+// dQ of a partly visible block; seen: where K is not finite.
 template <class Unit>
 FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape,
-                                                const Visibility& visibility,
+                                                const Visibility& visibility, const SeenPairs& seen,
                                                 const QueryBlock<Unit>& q,
                                                 const KeyBlock<Unit>& k) {
   if (k.finite) {
@@ -197,19 +262,20 @@ FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape
     add_query_gradients(shape, q, k, keys);
     return;
   }
+  if (!shape.wants_dq) return;
   for (std::int64_t m = 0; m < q.rows; ++m) {
-    add_row_product<Unit>(clip(visibility.keys_of_row(q.first_row + m), k.first_key, kBlockK),
-                          q.ds + m, kBlockQ, k.key_lanes, shape.head_row,
+    add_row_product<Unit>(seen.keys(m), q.ds + m, kBlockQ, k.key_lanes, shape.head_row,
                           q.dq + m * shape.head_lanes, shape.head_lanes);
   }
 }
 
-// Some rows of the block see some keys of it.
-template <class Unit>
-FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float scale_log2,
-                                        const Visibility& visibility, const QueryBlock<Unit>& q,
-                                        const KeyBlock<Unit>& k, const BlockAhead& ahead) {
-  set_lane_keys(visibility, q, k.first_key);
+// Some rows of the block see some keys of it: the products over the lanes and keys that intervals
+// leave, by tiles. seen is read where Q, dO or K holds a value that is not finite.
+template <class Unit, class Tiles>
+FLASHATTN_INLINE void add_partial_block(const BackwardShape<Unit>& shape,
+                                        const Visibility& visibility, const SeenPairs& seen,
+                                        const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
+                                        const Tiles& tiles, const BlockAhead& ahead) {
   for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
     ahead.fetch(strip / kStripKeys, kBlockK / kStripKeys);
     const Interval any = rows_seeing(visibility, q, k.first_key + strip, kStripKeys);
@@ -218,14 +284,25 @@ FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float 
     for (std::int64_t t = 0; t < kStripTiles; ++t) {
       rows[t] = rows_seeing(visibility, q, k.first_key + strip + t * kTileRows, kTileRows);
     }
-    score_strip<Unit, true>(shape, scale_log2, q, k, strip, rows);
+    score_strip(shape, k, tiles, strip, rows);
     if (q.finite) {
       add_key_gradients(shape, q, k, strip, rows);
     } else {
-      add_key_gradients_exactly(shape, visibility, q, k, strip);
+      add_key_gradients_exactly(shape, seen, q, k, strip);
     }
   }
-  add_mixed_query_gradients(shape, visibility, q, k);
+  add_mixed_query_gradients(shape, visibility, seen, q, k);
+}
+
+template <class Unit>
+FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float scale_log2,
+                                        const Visibility& visibility, const QueryBlock<Unit>& q,
+                                        const KeyBlock<Unit>& k, const BlockAhead& ahead) {
+  set_lane_keys(visibility, q, k.first_key);
+  SeenPairs seen;
+  if (!q.finite || !k.finite) find_seen_pairs(visibility, q, k.first_key, seen);
+  const PlainTiles<Unit, true> tiles{shape, q, k, scale_log2};
+  add_partial_block(shape, visibility, seen, q, k, tiles, ahead);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -40,6 +40,10 @@ struct BackwardShape {
   std::int64_t value_row = 0;     // of dO
   std::int64_t head_packed = 0;   // from row to row of K along the contraction
   std::int64_t value_packed = 0;  // of V
+  // Gradients that are asked for; what only the others need is not computed.
+  bool wants_dq = false;
+  bool wants_dk = false;
+  bool wants_dv = false;
 
   static FLASHATTN_INLINE BackwardShape of(const AttentionJob& job) {
     BackwardShape shape;
@@ -53,6 +57,9 @@ struct BackwardShape {
     // With one element per unit, both forms of K are the same rows.
     shape.head_packed = Unit::kElements == 1 ? shape.head_row : round_up(shape.head_units, kLanes);
     shape.value_packed = round_up(shape.value_units, kLanes);
+    shape.wants_dq = job.dq.data != nullptr;
+    shape.wants_dk = job.dk.data != nullptr;
+    shape.wants_dv = job.dv.data != nullptr;
     return shape;
   }
 
@@ -101,7 +108,8 @@ struct PackedKeys {
 };
 
 // Sums over query rows, float32, unscaled. A block of keys starts at 0 when it is first touched, so
-// that a task with a short range of keys neither writes nor adds the others.
+// that a task with a short range of keys neither writes nor adds the others. Sums that are not
+// asked for do not exist.
 template <class Unit>
 struct KeySums {
   float* dk = nullptr;               // [keys][head_lanes]
@@ -110,8 +118,8 @@ struct KeySums {
 
   static FLASHATTN_INLINE KeySums carve(const BackwardShape<Unit>& shape, Carver& carver) {
     KeySums sums;
-    sums.dk = carver.floats(shape.keys * shape.head_lanes);
-    sums.dv = carver.floats(shape.keys * shape.value_lanes);
+    if (shape.wants_dk) sums.dk = carver.floats(shape.keys * shape.head_lanes);
+    if (shape.wants_dv) sums.dv = carver.floats(shape.keys * shape.value_lanes);
     sums.touched = static_cast<unsigned char*>(carver.bytes(shape.keys / kBlockK));
     return sums;
   }

@@ -57,23 +57,24 @@ FLASHATTN_NOINLINE void add_product(const Product& product) {
   }
 }
 
-// One row alone: C[0..lanes) += sum over the elements e of `range` of A[e] B[e][0..lanes), and no
-// other element of B is touched by an operation. A unit that straddles an end of the range enters
-// with its other element cleared in B. The sums are those of add_product, bit for bit.
+// One row alone: C[0..lanes) += sum over the elements e whose bit is set of A[e] B[e][0..lanes),
+// and no other element of B is touched by an operation: a unit of which one element is not in the
+// set enters with that element cleared in B. The sums are those of add_product, bit for bit.
 template <class Unit>
-FLASHATTN_NOINLINE void add_row_product(Interval range, const float* A, std::ptrdiff_t a_depth,
-                                        const float* B, std::ptrdiff_t b_row, float* C,
-                                        std::int64_t lanes) {
-  if (range.begin >= range.end) return;
-  const std::int64_t first = range.begin / Unit::kElements;
-  const std::int64_t last = units_of<Unit>(range.end);
+FLASHATTN_NOINLINE void add_row_product(std::uint64_t elements, const float* A,
+                                        std::ptrdiff_t a_depth, const float* B,
+                                        std::ptrdiff_t b_row, float* C, std::int64_t lanes) {
+  constexpr std::uint64_t kUnitBits = (std::uint64_t{1} << Unit::kElements) - 1;
   for (std::int64_t d = 0; d < lanes; d += kLanes) {
     Vec acc = load(C + d);
-    for (std::int64_t u = first; u < last; ++u) {
+    std::int64_t u = 0;
+    for (std::uint64_t left = elements; left != 0; left >>= Unit::kElements, ++u) {
+      const std::uint64_t seen = left & kUnitBits;
+      if (seen == 0) continue;
       VecI b = bits_of(load(B + u * b_row + d));
       if constexpr (Unit::kElements == 2) {
-        if (2 * u < range.begin) b &= broadcast(static_cast<std::int32_t>(0xffff0000U));
-        if (2 * u + 2 > range.end) b &= broadcast(std::int32_t{0x0000ffff});
+        if (seen == 2) b &= broadcast(static_cast<std::int32_t>(0xffff0000U));
+        if (seen == 1) b &= broadcast(std::int32_t{0x0000ffff});
       }
       acc = Unit::multiply_add(acc, broadcast(A[u * a_depth]), vec_of_bits(b));
     }

@@ -193,7 +193,6 @@ static inline void add_sums(const BackwardSums& sums, std::int64_t touched, std:
 static inline void write_summed_rows(const BackwardSums& sums, std::int64_t touched, Interval keys,
                                      std::int64_t offset, std::int64_t lanes, float scale,
                                      std::int64_t dim, const Rows& to) {
-  if (to.base == nullptr) return;  // this gradient is not asked for
   // Long runs of each sum, yet all in cache; several rows of the longest (512 columns) fit.
   constexpr std::int64_t kPieceFloats = 2048;
   alignas(64) float piece[kPieceFloats];
@@ -206,19 +205,25 @@ static inline void write_summed_rows(const BackwardSums& sums, std::int64_t touc
   }
 }
 
-// dk and dv of keys [keys.begin, keys.end); keys.begin is a multiple of kBlockK.
+// dk and dv of keys [keys.begin, keys.end), as far as they are asked for; keys.begin is a multiple
+// of kBlockK.
 template <class Unit>
 static void write_key_blocks(const AttentionJob& job, const BackwardSums& sums, Interval keys) {
   const auto shape = BackwardShape<Unit>::of(job);
-  const std::int64_t dv_offset = shape.keys * shape.head_lanes;
-  const std::int64_t touched = (dv_offset + shape.keys * shape.value_lanes) * 4;
+  const std::int64_t dv_offset = shape.wants_dk ? shape.keys * shape.head_lanes : 0;
+  const std::int64_t dv_floats = shape.wants_dv ? shape.keys * shape.value_lanes : 0;
+  const std::int64_t touched = (dv_offset + dv_floats) * 4;
   const Rows dk = rows_of(job.dk, job.dtype, sums.batch, sums.kv_head);
   const Rows dv = rows_of(job.dv, job.dtype, sums.batch, sums.kv_head);
   for (std::int64_t key = keys.begin; key < keys.end; key += kBlockK) {
-    const std::int64_t end = key + kBlockK < keys.end ? key + kBlockK : keys.end;
-    write_summed_rows(sums, touched, {key, end}, 0, shape.head_lanes, job.scale, job.head_dim, dk);
-    write_summed_rows(sums, touched, {key, end}, dv_offset, shape.value_lanes, 1.0F, job.value_dim,
-                      dv);
+    const Interval block{key, key + kBlockK < keys.end ? key + kBlockK : keys.end};
+    if (shape.wants_dk) {
+      write_summed_rows(sums, touched, block, 0, shape.head_lanes, job.scale, job.head_dim, dk);
+    }
+    if (shape.wants_dv) {
+      write_summed_rows(sums, touched, block, dv_offset, shape.value_lanes, 1.0F, job.value_dim,
+                        dv);
+    }
   }
 }
 

@@ -118,31 +118,15 @@ FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, cons
   }
 }
 
-// P of a tile's keys over the lanes of vectors [first, last), multiples of Unit::kElements.
-template <class Unit, bool masked>
-FLASHATTN_INLINE void weight_tiles(const BackwardShape<Unit>& shape, const float* keys,
-                                   float scale_log2, const QueryBlock<Unit>& block, TilePlace at,
-                                   std::int64_t first, std::int64_t last) {
+// body(Vecs<n>{}, place) for the register tiles that make up vectors [first, last) of the tile at
+// `at`; both are multiples of Unit::kElements, and no tile has fewer than `least` vectors.
+template <class Unit, int least, class Body>
+FLASHATTN_INLINE void for_lane_tiles(TilePlace at, std::int64_t first, std::int64_t last,
+                                     const Body& body) {
   for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
     at.lane = vec * kLanes;
-    const auto tile = [&](auto vecs) __attribute__((always_inline)) {
-      weight_tile<Unit, masked, decltype(vecs)::value>(shape, keys, scale_log2, block, at);
-    };
-    with_vecs<masked ? 1 : kTileVecs, Unit::kElements>(last - vec, tile);
-  }
-}
-
-// dS likewise.
-template <class Unit, bool masked>
-FLASHATTN_INLINE void score_gradient_tiles(const BackwardShape<Unit>& shape, const float* values,
-                                           const QueryBlock<Unit>& block, TilePlace at,
-                                           std::int64_t first, std::int64_t last) {
-  for (std::int64_t vec = first; vec < last; vec += kTileVecs) {
-    at.lane = vec * kLanes;
-    const auto tile = [&](auto vecs) __attribute__((always_inline)) {
-      score_gradient_tile<Unit, masked, decltype(vecs)::value>(shape, values, block, at);
-    };
-    with_vecs<masked ? 1 : kTileVecs, Unit::kElements>(last - vec, tile);
+    const auto tile = [&](auto vecs) __attribute__((always_inline)) { body(vecs, at); };
+    with_vecs<least, Unit::kElements>(last - vec, tile);
   }
 }
 
