@@ -54,7 +54,7 @@ Call make_call(const Sizes& s, fa::DType dtype, const fa::AttentionOptions& opti
   return call;
 }
 
-const metal::DeviceFacts kM1{.name = "M1", .apple_family = 7, .core_count = 8};
+const metal::DeviceFacts kM1{.name = "M1", .apple_family = 7};
 
 metal::Schedule forward_of(const Call& call, const metal::DeviceFacts& facts = kM1) {
   const fa::ForwardTensors tensors{

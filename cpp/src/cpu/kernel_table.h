@@ -10,7 +10,6 @@
 namespace flashattn::cpu {
 
 struct CpuKernels {
-  const char* isa = "";  // "v2", "v3", "v4", "v4_bf16", "neon"
   ForwardKernels forward;
   BackwardKernels backward;
   DecodeKernels decode;

@@ -12,8 +12,7 @@
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 extern const CpuKernels kKernels;
-const CpuKernels kKernels = {.isa = FLASHATTN_QUOTE(FLASHATTN_CPU_ISA_NAME),
-                             .forward = kForwardKernels,
+const CpuKernels kKernels = {.forward = kForwardKernels,
                              .backward = backward::kKernels,
                              .decode = kDecodeKernels,
                              .peak = kPeakKernels};

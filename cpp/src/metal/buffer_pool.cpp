@@ -21,6 +21,7 @@ BufferPool::Lease BufferPool::take(std::size_t bytes) {
       std::max<std::size_t>(1, (bytes + kGranularity - 1) / kGranularity) * kGranularity;
   {
     const std::lock_guard lock(mutex_);
+    idle_.reserve(idle_.size() + leased_ + 1);  // so that giving back allocates nothing
     auto best = idle_.end();
     for (auto it = idle_.begin(); it != idle_.end(); ++it) {
       const std::size_t has = (*it)->length();
@@ -30,6 +31,7 @@ BufferPool::Lease BufferPool::take(std::size_t bytes) {
     if (best != idle_.end()) {
       NS::SharedPtr<MTL::Buffer> found = std::move(*best);
       idle_.erase(best);
+      ++leased_;
       return {this, std::move(found)};
     }
   }
@@ -39,11 +41,15 @@ BufferPool::Lease BufferPool::take(std::size_t bytes) {
         "metal: a buffer of " + std::to_string(length) +
         " bytes cannot be allocated (largest: " + std::to_string(device_->maxBufferLength()) + ")");
   }
+  const std::lock_guard lock(mutex_);
+  idle_.reserve(idle_.size() + leased_ + 1);  // other threads may have taken in the meantime
+  ++leased_;
   return {this, std::move(made)};
 }
 
-void BufferPool::give_back(NS::SharedPtr<MTL::Buffer> buffer) {
+void BufferPool::give_back(NS::SharedPtr<MTL::Buffer> buffer) noexcept {
   const std::lock_guard lock(mutex_);
+  --leased_;
   idle_.push_back(std::move(buffer));
   std::size_t total = 0;
   for (const auto& kept : idle_) total += kept->length();
@@ -58,11 +64,6 @@ std::size_t BufferPool::idle_bytes() const {
   std::size_t total = 0;
   for (const auto& kept : idle_) total += kept->length();
   return total;
-}
-
-void BufferPool::clear() {
-  const std::lock_guard lock(mutex_);
-  idle_.clear();
 }
 
 }  // namespace flashattn::metal

@@ -24,7 +24,7 @@ class BufferPool {
     Lease& operator=(Lease&&) = delete;
     Lease(const Lease&) = delete;
     ~Lease() {
-      if (buffer_) pool_->give_back(std::move(buffer_));
+      if (buffer_) pool_->give_back(std::move(buffer_));  // never throws
     }
     MTL::Buffer* get() const { return buffer_.get(); }
 
@@ -37,16 +37,16 @@ class BufferPool {
   Lease take(std::size_t bytes);
 
   std::size_t idle_bytes() const;
-  // Frees every unused buffer.
-  void clear();
 
  private:
-  void give_back(NS::SharedPtr<MTL::Buffer> buffer);
+  // There is room for it since take().
+  void give_back(NS::SharedPtr<MTL::Buffer> buffer) noexcept;
 
   MTL::Device* device_;
   std::size_t limit_;  // bytes
   mutable std::mutex mutex_;
   std::vector<NS::SharedPtr<MTL::Buffer>> idle_;  // oldest first
+  std::size_t leased_ = 0;                        // buffers that will come back
 };
 
 }  // namespace flashattn::metal

@@ -1,6 +1,8 @@
 // Choosing and describing the GPU; see device.h.
 #include "metal/device.h"
 
+#include <unistd.h>
+
 #include <cassert>
 
 #include "metal/objects.h"
@@ -10,7 +12,7 @@ namespace flashattn::metal {
 namespace {
 
 constexpr int kNewestFamily = 10;          // of the metal-cpp headers this is built with
-constexpr std::int64_t kOldestMacOs = 14;  // Metal 3.1, the language version of the shaders
+constexpr std::int64_t kOldestMacOs = 13;  // Metal 3.0, the language version of the shaders
 constexpr int kSimdgroupMatrices = 7;      // the first family that has them
 
 DeviceFacts read_facts(MTL::Device* device) {
@@ -18,8 +20,6 @@ DeviceFacts read_facts(MTL::Device* device) {
   DeviceFacts facts;
   facts.name = to_std(device->name());
   facts.apple_family = apple_family(device);
-  // Metal does not tell how many cores a GPU has; 0 stands for unknown.
-  facts.core_count = 0;
   facts.max_threadgroup_memory = static_cast<std::int64_t>(device->maxThreadgroupMemoryLength());
   facts.max_threads_per_threadgroup = static_cast<int>(threads.width);
   facts.max_buffer_length = static_cast<std::int64_t>(device->maxBufferLength());
@@ -48,7 +48,7 @@ NS::SharedPtr<MTL::Device> choose_device() {
   return chosen;
 }
 
-Device::Device(NS::SharedPtr<MTL::Device> device) : device_(std::move(device)) {
+Device::Device(NS::SharedPtr<MTL::Device> device) : device_(std::move(device)), process_(getpid()) {
   assert(device_);
   const AutoreleaseScope scope;
   queue_ = NS::TransferPtr(device_->newCommandQueue());
@@ -59,6 +59,13 @@ Device::Device(NS::SharedPtr<MTL::Device> device) : device_(std::move(device)) {
 }
 
 Support Device::usable() const {
+  if (getpid() != process_) {
+    return {.ok = false,
+            .reason =
+                "this process was forked from one that uses the GPU, and Metal does not "
+                "survive a fork: start processes by spawn, or use backend \"cpu\" in them"};
+  }
+  if (!queue_) return {.ok = false, .reason = facts_.name + " gives no command queue"};
   if (os_major_ < kOldestMacOs) {
     return {.ok = false,
             .reason = "the metal backend needs macOS " + std::to_string(kOldestMacOs) +

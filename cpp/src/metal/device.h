@@ -2,6 +2,8 @@
 // here throws, a machine without a usable GPU has no Device and a reason.
 #pragma once
 
+#include <sys/types.h>
+
 #include <Metal/Metal.hpp>
 #include <cstdint>
 #include <string>
@@ -28,8 +30,8 @@ class Device {
   const DeviceFacts& facts() const { return facts_; }
   // "Version 15.1 (Build 24B83)": compiled pipelines are only good for one.
   const std::string& os_build() const { return os_build_; }
-  // Whether the system can compile the shaders (macOS 14) and the GPU run them (family 7), and why
-  // not.
+  // Whether the system can compile the shaders (macOS 13), the GPU run them (family 7) and this
+  // process reach it (it is no fork of the one that found the GPU), and why not.
   Support usable() const;
 
  private:
@@ -38,6 +40,7 @@ class Device {
   DeviceFacts facts_;
   std::string os_build_;
   std::int64_t os_major_ = 0;
+  pid_t process_;
 };
 
 // The device to use, or null: the system's default one unless another has simdgroup matrices and it

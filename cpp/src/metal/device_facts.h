@@ -1,5 +1,6 @@
 // What the schedule needs to know about a GPU. Filled in by device.cpp from the real device, or by
-// a test.
+// a test. The number of cores is not among it: Metal does not tell, and results must not depend on
+// it.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,6 @@ namespace flashattn::metal {
 struct DeviceFacts {
   std::string name;
   int apple_family = 0;                         // 7 is M1; simdgroup matrices need 7
-  int core_count = 0;                           // 0 when the system does not tell
   std::int64_t max_threadgroup_memory = 32768;  // bytes
   int max_threads_per_threadgroup = 1024;
   std::int64_t max_buffer_length = 0;  // bytes

@@ -3,7 +3,6 @@
 // thrown to everyone who waited and then forgotten, so that a later call tries again.
 #pragma once
 
-#include <cstddef>
 #include <future>
 #include <mutex>
 #include <string>
@@ -40,13 +39,8 @@ class OnceMap {
     }
   }
 
-  std::size_t size() const {
-    const std::lock_guard lock(mutex_);
-    return values_.size();
-  }
-
  private:
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::unordered_map<std::string, std::shared_future<Value>> values_;
 };
 

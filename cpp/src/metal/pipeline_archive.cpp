@@ -1,6 +1,7 @@
 // Opening, searching and writing the archive; see pipeline_archive.h.
 #include "metal/pipeline_archive.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -21,6 +22,25 @@ std::filesystem::path cache_directory() {
 #else
   return std::filesystem::path(home) / ".cache" / "flashattn";
 #endif
+}
+
+// Whether this user or root alone can have put there what is there.
+bool is_private(const std::filesystem::path& path) {
+  struct stat facts{};
+  if (stat(path.c_str(), &facts) != 0) return false;
+  const bool ours = facts.st_uid == geteuid() || facts.st_uid == 0;
+  return ours && (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
+// Makes the folder where it is missing, for its owner alone. False when it cannot be used.
+bool make_private(const std::filesystem::path& directory) {
+  std::error_code failed;
+  if (!std::filesystem::exists(directory, failed)) {
+    if (!std::filesystem::create_directories(directory, failed)) return false;
+    std::filesystem::permissions(directory, std::filesystem::perms::owner_all, failed);
+    if (failed) return false;
+  }
+  return is_private(directory);
 }
 
 // Letters, digits and dots only: the text becomes part of a file name.
@@ -55,9 +75,11 @@ std::filesystem::path archive_path(const std::string& gpu_name, const std::strin
 
 PipelineArchive::PipelineArchive(MTL::Device* device, std::filesystem::path file)
     : device_(device), file_(std::move(file)) {
-  if (file_.empty()) return;
+  if (file_.empty() || !make_private(file_.parent_path())) return;
   std::error_code ignored;
-  if (std::filesystem::is_regular_file(file_, ignored)) archive_ = open_archive(device_, file_);
+  if (std::filesystem::is_regular_file(file_, ignored) && is_private(file_)) {
+    archive_ = open_archive(device_, file_);
+  }
   if (!archive_) archive_ = open_archive(device_, {});
 }
 
@@ -81,13 +103,13 @@ void PipelineArchive::add(const MTL::ComputePipelineDescriptor* descriptor) {
   const std::lock_guard lock(mutex_);
   NS::Error* error = nullptr;
   if (!archive_->addComputePipelineFunctions(descriptor, &error)) return;
-  std::error_code failed;
-  std::filesystem::create_directories(file_.parent_path(), failed);
   const std::filesystem::path temporary = file_.string() + "." + std::to_string(getpid());
-  if (failed ||
-      !archive_->serializeToURL(NS::URL::fileURLWithPath(to_ns(temporary.string())), &error)) {
+  if (!archive_->serializeToURL(NS::URL::fileURLWithPath(to_ns(temporary.string())), &error)) {
     return;
   }
+  std::error_code failed;
+  using std::filesystem::perms;
+  std::filesystem::permissions(temporary, perms::owner_read | perms::owner_write, failed);
   std::filesystem::rename(temporary, file_, failed);
   if (failed) std::filesystem::remove(temporary, failed);
 }

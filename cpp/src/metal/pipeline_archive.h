@@ -1,6 +1,7 @@
 // Compiled pipelines on disk: an MTLBinaryArchive, so that a new process need not compile again. A
-// missing, damaged or foreign file is ignored and replaced; nothing here ever fails a call.
-// Thread-safe.
+// missing, damaged or foreign file is ignored and replaced; nothing here ever fails a call. The
+// file holds code that the GPU runs, so nothing is read from or written to a folder or file that
+// another user could have changed. Thread-safe.
 #pragma once
 
 #include <Metal/Metal.hpp>
@@ -17,7 +18,8 @@ std::filesystem::path archive_path(const std::string& gpu_name, const std::strin
 
 class PipelineArchive {
  public:
-  // An empty path keeps nothing.
+  // An empty path, or one in a folder that others may write to, keeps nothing. A folder that is
+  // made is its owner's alone.
   PipelineArchive(MTL::Device* device, std::filesystem::path file);
 
   // Makes `descriptor` look into the archive first.

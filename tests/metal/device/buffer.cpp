@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "device/device.h"
 #include "device/faults.h"
 #include "objc/blocks.h"
 #include "objc/register.h"
@@ -27,7 +28,7 @@ std::size_t round_up_to_pages(std::size_t length) {
 
 Buffer* Buffer::with_length(std::size_t length) {
   if (length == 0) fail_validation("newBufferWithLength: length must not be 0");
-  if (length > kMaxBufferLength) return nullptr;
+  if (length > kMaxBufferLength || refuses_allocation()) return nullptr;
   const std::size_t usable = round_up_to_pages(length);
   // Before the memory: slack to align to 16 KiB on a machine of 4 KiB pages. Behind it: a guard
   // page.
@@ -88,6 +89,7 @@ void register_buffer() {
   instance_method(name, "contents", +[](Buffer* self, SEL) -> void* { return self->contents(); });
   instance_method(
       name, "length", +[](Buffer* self, SEL) { return static_cast<NS::UInteger>(self->length()); });
+  instance_method(name, "device", +[](Buffer*, SEL) { return the_device(); });
   instance_method(name, "setLabel:", +[](Buffer*, SEL, String*) {});
   instance_method(name, "storageMode", +[](Buffer*, SEL) { return MTL::StorageModeShared; });
   instance_method(
@@ -97,3 +99,19 @@ void register_buffer() {
 }
 
 }  // namespace simulated
+
+extern "C" {
+
+void* flashattn_simulated_new_buffer(std::size_t length) {
+  return simulated::Buffer::with_length(length);
+}
+
+void* flashattn_simulated_contents(void* buffer) {
+  return static_cast<simulated::Buffer*>(buffer)->contents();
+}
+
+void flashattn_simulated_release(void* buffer) {
+  simulated::release(static_cast<simulated::Buffer*>(buffer));
+}
+
+}  // extern "C"

@@ -5,7 +5,17 @@
 #include <Metal/Metal.hpp>
 #include <cstddef>
 
+#include "objc/live_objects.h"
 #include "objc/object.h"
+
+extern "C" {
+
+// An MTLBuffer for a test in Python, which has no metal-cpp: its owner, its memory, its end.
+FLASHATTN_SIMULATED_EXPORT void* flashattn_simulated_new_buffer(std::size_t length);
+FLASHATTN_SIMULATED_EXPORT void* flashattn_simulated_contents(void* buffer);
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_release(void* buffer);
+
+}  // extern "C"
 
 namespace simulated {
 

@@ -5,6 +5,7 @@
 
 #include "device/command_buffer.h"
 #include "device/device.h"
+#include "device/faults.h"
 #include "objc/autorelease.h"
 #include "objc/register.h"
 #include "objc/string.h"
@@ -60,8 +61,9 @@ void register_command_queue() {
   const char* const name = "MTLCommandQueue";
   instance_method(name, "setLabel:", +[](CommandQueue*, SEL, String*) {});
   instance_method(
-      name, "commandBuffer",
-      +[](CommandQueue* self, SEL) { return autoreleased(new CommandBuffer(self)); });
+      name, "commandBuffer", +[](CommandQueue* self, SEL) -> CommandBuffer* {
+        return refuses_command_buffers() ? nullptr : autoreleased(new CommandBuffer(self));
+      });
 }
 
 }  // namespace simulated

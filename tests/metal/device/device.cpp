@@ -24,12 +24,6 @@ class Device : public Object {
   Device() : Object("MTLDevice") {}
 };
 
-// The system's one device; every call hands out a reference to it, as on a Mac.
-Device* the_device() {
-  static Device* const device = new Device;
-  return device;
-}
-
 bool has_device() { return std::getenv("FLASHATTN_SIMULATED_NO_DEVICE") == nullptr; }
 
 bool supports_family(MTL::GPUFamily family) {
@@ -69,6 +63,12 @@ void register_facts() {
 }
 
 }  // namespace
+
+// Every call hands out a reference to the same one, as on a Mac.
+Object* the_device() {
+  static Device* const device = new Device;
+  return device;
+}
 
 void register_device() {
   register_facts();

@@ -11,6 +11,9 @@ class CommandQueue;
 class PipelineDescriptor;
 class PipelineState;
 
+// The system's one device, never freed.
+Object* the_device();
+
 // Each returns an owned object, or null with *error set.
 Library* compile_library(const String* source, const CompileOptions* options, Error** error);
 PipelineState* make_pipeline(Function* function, Error** error);

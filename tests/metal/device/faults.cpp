@@ -11,7 +11,9 @@ namespace {
 
 std::mutex mutex;
 std::string planted;
-std::atomic<bool> refusing{false};
+std::atomic<bool> no_adoption{false};
+std::atomic<bool> no_allocation{false};
+std::atomic<bool> no_command_buffers{false};
 
 }  // namespace
 
@@ -20,7 +22,9 @@ std::string take_planted_fault() {
   return std::exchange(planted, {});
 }
 
-bool refuses_adoption() { return refusing.load(); }
+bool refuses_adoption() { return no_adoption.load(); }
+bool refuses_allocation() { return no_allocation.load(); }
+bool refuses_command_buffers() { return no_command_buffers.load(); }
 
 }  // namespace simulated
 
@@ -30,5 +34,13 @@ extern "C" void flashattn_simulated_fail_next(const char* text) {
 }
 
 extern "C" void flashattn_simulated_refuse_adoption(int refuse) {
-  simulated::refusing = refuse != 0;
+  simulated::no_adoption = refuse != 0;
+}
+
+extern "C" void flashattn_simulated_refuse_allocation(int refuse) {
+  simulated::no_allocation = refuse != 0;
+}
+
+extern "C" void flashattn_simulated_refuse_command_buffers(int refuse) {
+  simulated::no_command_buffers = refuse != 0;
 }

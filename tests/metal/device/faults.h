@@ -1,5 +1,5 @@
-// Planting a GPU fault, so that tests can see what the host makes of one. Exported from the module
-// for ctypes.
+// Planting a GPU fault or a shortage, so that tests can see what the host makes of one. Exported
+// from the module for ctypes.
 #pragma once
 
 #include <string>
@@ -15,6 +15,12 @@ FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_fail_next(const char* text);
 // shared with the GPU.
 FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_adoption(int refuse);
 
+// While it is not 0, newBufferWithLength gives nil, as it does when memory runs out.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_allocation(int refuse);
+
+// While it is not 0, commandBuffer gives nil.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_command_buffers(int refuse);
+
 }  // extern "C"
 
 namespace simulated {
@@ -22,5 +28,7 @@ namespace simulated {
 // The planted text, which is then gone; "" when none is planted.
 std::string take_planted_fault();
 bool refuses_adoption();
+bool refuses_allocation();
+bool refuses_command_buffers();
 
 }  // namespace simulated

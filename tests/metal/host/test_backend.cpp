@@ -233,6 +233,57 @@ BOOST_AUTO_TEST_CASE(a_failed_command_buffer_names_the_driver_s_text_and_the_ker
   run(&call, "metal", false);  // the next call works
 }
 
+// Runs a backward call that has to fail, undoes what made it fail, and wants the next call to work.
+std::string text_of_failure(Call* call, void (*refuse)(int)) {
+  std::string text = "nothing was thrown";
+  refuse(1);
+  {
+    const LiveObjectCheck live;
+    try {
+      run(call, "metal", true);
+    } catch (const flashattn::DeviceError& error) {
+      text = error.what();
+    }
+  }
+  refuse(0);
+  run(call, "metal", true);
+  return text;
+}
+
+BOOST_AUTO_TEST_CASE(a_shortage_is_an_error_with_its_size_and_the_next_call_works) {
+  Call expected(kSmall);
+  run(&expected, "metal", true);
+  Call call(kSmall);
+  run(&call, "metal", true);
+  // Whatever the pool holds is too small for this one's scratch memory.
+  Call large({.seqlen_q = 5000, .seqlen_k = 3, .head_dim = 1, .value_dim = 1});
+  const std::string allocation = text_of_failure(&large, flashattn_simulated_refuse_allocation);
+  BOOST_TEST(contains(allocation, "metal: a buffer of "), allocation);
+  BOOST_TEST(contains(allocation, " bytes cannot be allocated"), allocation);
+  const std::string commands = text_of_failure(&call, flashattn_simulated_refuse_command_buffers);
+  BOOST_TEST(contains(commands, "the device gives no command buffer"), commands);
+  BOOST_TEST(largest_difference(call.dk, expected.dk) == 0.0);
+}
+
+// Metal objects do not survive a fork; the child must say so, and the parent must not notice.
+BOOST_AUTO_TEST_CASE(a_forked_child_is_refused_with_the_reason) {
+  Call call(kSmall);
+  run(&call, "metal", false);
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      run(&call, "metal", false);
+    } catch (const flashattn::Unsupported& error) {
+      _exit(contains(error.what(), "this process was forked from one that uses the GPU") ? 0 : 2);
+    }
+    _exit(1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  BOOST_TEST(status == 0);
+  run(&call, "metal", false);
+}
+
 BOOST_AUTO_TEST_CASE(many_threads_get_the_bits_of_one) {
   Call expected(kSmall);
   run(&expected, "metal", true);

@@ -119,6 +119,32 @@ BOOST_AUTO_TEST_CASE(an_archive_that_cannot_be_written_fails_nothing) {
   BOOST_TEST(nowhere.compiled() == 1);
 }
 
+BOOST_AUTO_TEST_CASE(an_archive_that_others_may_write_is_not_used) {
+  namespace fs = std::filesystem;
+  constexpr auto kOthers = fs::perms::group_write | fs::perms::others_write;
+  PipelineCache(device.get(), archive).get(kDelta);
+  fs::permissions(archive, kOthers, fs::perm_options::add);
+  PipelineCache open_file(device.get(), archive);
+  open_file.get(kDelta);
+  BOOST_TEST(open_file.from_archive() == 0);
+  BOOST_TEST(((fs::status(archive).permissions() & kOthers) == fs::perms::none));  // replaced
+
+  fs::permissions(archive.parent_path(), kOthers, fs::perm_options::add);
+  const auto written = fs::last_write_time(archive);
+  PipelineCache open_folder(device.get(), archive);
+  open_folder.get(kDelta);
+  open_folder.get(kForward);
+  BOOST_TEST(open_folder.compiled() == 2);
+  BOOST_TEST((fs::last_write_time(archive) == written));
+}
+
+BOOST_AUTO_TEST_CASE(a_cache_folder_that_is_made_is_its_owner_s_alone) {
+  const auto made = folder.path() / "deep" / "er";
+  PipelineCache(device.get(), made / "pipelines.metalarchive").get(kDelta);
+  BOOST_TEST((std::filesystem::status(made).permissions() == std::filesystem::perms::owner_all));
+  BOOST_TEST(std::filesystem::exists(made / "pipelines.metalarchive"));
+}
+
 BOOST_AUTO_TEST_CASE(the_archive_s_name_tells_gpu_and_system_build) {
   const ScopedVariable cache("FLASHATTN_CACHE_DIR", folder.path().string());
   const auto path = archive_path("Apple M3", "Version 15.1 (Build 24B83)");
