@@ -35,6 +35,7 @@ function(flashattn_add_metal target)
     "${directory}/pipeline_archive.cpp"
     "${directory}/pipeline_cache.cpp"
     "${directory}/shader_source.cpp"
+    "${directory}/shared_memory.cpp"
     "${directory}/strided_copy.cpp"
     "${embedded}")
   target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:metal_cpp>)

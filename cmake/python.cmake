@@ -8,8 +8,14 @@ execute_process(
 find_package(nanobind CONFIG REQUIRED)
 
 file(GLOB flashattn_binding_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/cpp/bindings/*.cpp")
+if(NOT FLASHATTN_METAL)
+  list(FILTER flashattn_binding_sources EXCLUDE REGEX "metal_memory")
+endif()
 nanobind_add_module(_core NB_STATIC NOMINSIZE ${flashattn_binding_sources})
 target_link_libraries(_core PRIVATE flashattn flashattn_internal)
+if(FLASHATTN_METAL)
+  target_compile_definitions(_core PRIVATE FLASHATTN_WITH_METAL=1)
+endif()
 install(TARGETS _core LIBRARY DESTINATION flashattn COMPONENT python)
 
 # The stub generator imports the module, which only works where the build runs, and not when the module

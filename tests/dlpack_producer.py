@@ -49,6 +49,8 @@ class Producer:
     pointer.
     """
 
+    device = 1  # kDLCPU
+
     def __init__(self, array: np.ndarray, skip: int = 0, code: int = 2) -> None:
         self.array, self.skip, self.code = array, skip, code
         self.dtype = "bfloat16" if code == 4 else str(array.dtype)
@@ -58,7 +60,11 @@ class Producer:
         self.kept: list[Any] = []
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
+        return self.device, 0
+
+    def data_pointer(self) -> int:
+        """What the capsule's `data` holds; the first element is `skip` bytes behind it."""
+        return self.array.ctypes.data - self.skip
 
     def __dlpack__(self, **_: Any) -> Any:
         self.made += 1
@@ -71,8 +77,8 @@ class Producer:
 
         managed = _Managed(
             _DLTensor(
-                self.array.ctypes.data - self.skip,
-                1,
+                self.data_pointer(),
+                self.device,
                 0,
                 self.array.ndim,
                 self.code,

@@ -9,6 +9,9 @@
 #include "calls.h"
 #include "flashattn/error.h"
 #include "machine.h"
+#ifdef FLASHATTN_WITH_METAL
+#include "metal_memory.h"
+#endif
 #include "ndarray.h"
 
 namespace nb = nanobind;
@@ -38,4 +41,7 @@ NB_MODULE(_core, module) {
   flashattn::python::bind_arrays(module);
   flashattn::python::bind_calls(module);
   flashattn::python::bind_machine(module);
+#ifdef FLASHATTN_WITH_METAL
+  flashattn::python::bind_metal_memory(module);
+#endif
 }

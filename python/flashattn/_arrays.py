@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashattn import _core
+from flashattn._metal import DLPACK_DEVICE as _DLPACK_METAL
+from flashattn._metal import MetalArray, is_on_metal
 
 _core.register_numpy(np.ndarray)
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
-_DLPACK_HOST_DEVICES = (1, 8)  # kDLCPU, kDLMetal
+_DLPACK_CPU = 1
 
 
 def output_shapes(
@@ -118,8 +120,38 @@ class DLPackFramework:
         return NUMPY.draw_seed()
 
 
+class MetalFramework(DLPackFramework):
+    """Producers in Metal memory. Results return through query's namespace, or as MetalArray."""
+
+    def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
+        out_shape, lse_shape = output_shapes(_shape_of(query), _shape_of(value), heads_first)
+        out = MetalArray(query, out_shape, _dtype_of(query))
+        return out, MetalArray(query, lse_shape, _FLOAT32)
+
+    def gradient(self, array: Any) -> Any:
+        return MetalArray(array, _shape_of(array), _dtype_of(array))
+
+    def wide_gradient(self, array: Any) -> Any:
+        wide = _FLOAT64 if _dtype_of(array) == _FLOAT64 else _FLOAT32
+        return MetalArray(array, _shape_of(array), wide)
+
+    def is_output(self, array: Any) -> bool:
+        return isinstance(array, MetalArray)
+
+    def finish(self, array: Any, like: Any) -> Any:
+        namespace = getattr(like, "__array_namespace__", None)
+        convert = getattr(namespace(), "from_dlpack", None) if namespace is not None else None
+        if convert is None:
+            return array
+        try:
+            return convert(array)
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            return array  # a namespace that exports Metal memory need not import it
+
+
 NUMPY = NumpyFramework()
 DLPACK = DLPackFramework()
+METAL = MetalFramework()
 _TORCH: Framework | None = None
 _TENSOR: type | None = None
 
@@ -143,7 +175,7 @@ def framework_of(function: str, query: Any, key: Any, value: Any) -> Framework:
                 f"{function}: {name} ({_type_name(array)}) must be of the framework of query "
                 f"({_type_name(query)})"
             )
-    return framework
+    return METAL if framework is DLPACK and is_on_metal(query) else framework
 
 
 def _one_framework(function: str, name: str, array: Any) -> Framework:
@@ -214,7 +246,9 @@ def adapt(function: str, argument: str, array: Any, writable: bool) -> tuple[Any
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{label} ({_type_name(array)}) must be an array")
     device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
-    if int(device[0]) not in _DLPACK_HOST_DEVICES:
+    if int(device[0]) == _DLPACK_METAL:
+        raise TypeError(f"{label} ({_type_name(array)}) cannot be imported through DLPack")
+    if int(device[0]) != _DLPACK_CPU:
         raise ValueError(f"{label}.device (DLPack type {int(device[0])}) must be the CPU or Metal")
     return _adapt_numpy(label, np.from_dlpack(array), writable)
 
