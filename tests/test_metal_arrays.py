@@ -49,7 +49,8 @@ class MetalProducer(Producer):
         memory = (ctypes.c_char * (skip + bits.nbytes)).from_address(start)
         array = np.ndarray(bits.shape, bits.dtype, memory, offset=skip)
         array[...] = bits
-        super().__init__(array, skip, 4 if bfloat16 else 2)
+        kinds = {"f": 2, "i": 0}  # kDLFloat, kDLInt
+        super().__init__(array, skip, 4 if bfloat16 else kinds[bits.dtype.kind])
 
     def data_pointer(self) -> int:
         assert self.buffer.value is not None
@@ -167,7 +168,7 @@ def test_memory_of_two_kinds_is_refused() -> None:
         fa.attention(Producer(query), MetalProducer(key), Producer(value), **OPTIONS)
     there = [MetalProducer(x) for x in (query, key, value)]
     with pytest.raises(ValueError, match=r"kv_lengths.device \(metal\) must"):
-        fa.attention(*there, kv_lengths=there[0], **OPTIONS)
+        fa.attention(*there, kv_lengths=MetalProducer(np.int32([3, 4])), **OPTIONS)
     with pytest.raises(NotImplementedError, match="cpu: "):
         fa.attention(*there)  # the simulated device is never chosen unless named
     with pytest.raises(NotImplementedError, match=r'backend "cpu" cannot do .* on metal'):
