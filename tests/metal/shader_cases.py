@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ BLOCK_ROWS, BLOCK_COLUMNS = 32, 16
 DELTA_ROWS = 4
 STORAGE = {"float32": "float", "float16": "half", "bfloat16": "Bfloat16"}
 KERNELS = ("forward", "delta", "backward_dq", "backward_dv", "backward_dk")
+KEY_SIDE = ("backward_dv", "backward_dk", "backward_dkv")
+CONSTANT_ACCUMULATE, CONSTANT_HAS_DLSE = 0, 1
 
 
 class Strides(ctypes.Structure):
@@ -90,6 +93,43 @@ class Case:
         )
         function = "delta_rows" if kernel == "delta" else kernel
         return f'FLASHATTN_INSTANTIATE("{kernel}", {function}, {STORAGE[self.dtype]}, {sizes})'
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One instance of a kernel and the grid it takes."""
+
+    kernel: str  # what it computes: a key of OUTPUTS
+    shader: str  # stem of the file in shaders/
+    instantiation: str  # host name: `kernel`
+    block_rows: int  # rows of its own side that one threadgroup computes
+    block_columns: int  # rows of the other side that it takes at a time
+    threads: int
+    half_fragments: bool = False  # matrix factors in half: only in register kernels
+    constants: Mapping[int, bool] = field(default_factory=dict)
+
+    @property
+    def key_side(self) -> bool:
+        return self.kernel in KEY_SIDE
+
+    def with_constants(self, changed: Mapping[int, bool]) -> Launch:
+        return replace(self, constants={**self.constants, **changed})
+
+
+def staged(case: Case, kernel: str) -> Launch:
+    """The kernels that pass scores through threadgroup memory, and delta."""
+    rows = DELTA_ROWS if kernel == "delta" else BLOCK_ROWS
+    return Launch(
+        kernel=kernel,
+        shader=kernel,
+        instantiation=case.instantiation(kernel),
+        block_rows=rows,
+        block_columns=0 if kernel == "delta" else BLOCK_COLUMNS,
+        threads=rows * (32 if kernel == "delta" else 4),
+        constants={"forward": {}, "delta": {CONSTANT_HAS_DLSE: False}}.get(
+            kernel, {CONSTANT_ACCUMULATE: False}
+        ),
+    )
 
 
 @dataclass
@@ -214,31 +254,39 @@ def make_params(case: Case) -> Params:
 
 
 def compile_kernel(sim: Simulator, case: Case, kernel: str, folder: Path = SHADERS) -> Library:
-    return sim.compile_file(folder / f"{kernel}.metal", append=case.instantiation(kernel))
+    return compile_launch(sim, staged(case, kernel), folder)
+
+
+def compile_launch(sim: Simulator, launch: Launch, folder: Path = SHADERS) -> Library:
+    return sim.compile_file(folder / f"{launch.shader}.metal", append=launch.instantiation)
 
 
 def run_kernel(
     library: Library, case: Case, kernel: str, tensors: Tensors, accumulate: bool = False
 ) -> Run:
+    """One staged kernel over its whole grid. accumulate: a gradient is added to what is there."""
+    launch = staged(case, kernel)
+    if kernel != "delta" and kernel != "forward":
+        launch = launch.with_constants({CONSTANT_ACCUMULATE: accumulate})
+    return run_launch(library, launch, case, tensors)
+
+
+def run_launch(library: Library, launch: Launch, case: Case, tensors: Tensors) -> Run:
     """Dispatches one kernel over its whole grid; inputs it needs from earlier kernels are taken
-    from `expected`. accumulate: a gradient is added to what its array holds.
+    from `expected`.
     """
     a = dict(tensors.arrays)
-    if kernel.startswith("backward"):
+    if launch.kernel.startswith("backward"):
         a["lse"] = np.ascontiguousarray(tensors.expected["lse"], np.float32)
         a["delta"] = np.ascontiguousarray(tensors.expected["delta"], np.float32)
-    if kernel == "delta":
+    if launch.kernel == "delta":
         a["out"] = store(tensors.expected["out"], case.dtype)
     buffers: list[np.ndarray | bytes | None] = [a[name] for name in SLOTS]
-    key_side = kernel in ("backward_dv", "backward_dk")
-    rows = case.seqlen_k if key_side else case.seqlen_q
-    heads = case.kv_heads if key_side else case.query_heads
-    block, threads = (
-        (DELTA_ROWS, DELTA_ROWS * 32) if kernel == "delta" else (BLOCK_ROWS, BLOCK_ROWS * 4)
-    )
-    groups = (rows + block - 1) // block * heads * case.batch
-    compiled = library.kernel(kernel, {0: accumulate} if kernel != "delta" else {1: False})
-    return compiled((groups, 1, 1), (threads, 1, 1), buffers)
+    rows = case.seqlen_k if launch.key_side else case.seqlen_q
+    heads = case.kv_heads if launch.key_side else case.query_heads
+    groups = (rows + launch.block_rows - 1) // launch.block_rows * heads * case.batch
+    compiled = library.kernel(launch.kernel, launch.constants)
+    return compiled((groups, 1, 1), (launch.threads, 1, 1), buffers)
 
 
 OUTPUTS = {
@@ -247,6 +295,7 @@ OUTPUTS = {
     "backward_dq": ("dq",),
     "backward_dv": ("dv",),
     "backward_dk": ("dk",),
+    "backward_dkv": ("dk", "dv"),
 }
 
 

@@ -105,7 +105,7 @@ class Simulator:
         self.lib = ctypes.CDLL(str(build_runtime()))
         for name in ("error", "function_names", "report", "counters"):
             getattr(self.lib, f"metal_sim_{name}").restype = ctypes.c_char_p
-        for name in ("compile", "kernel"):
+        for name in ("compile", "load", "kernel"):
             getattr(self.lib, f"metal_sim_{name}").restype = ctypes.c_void_p
         self.lib.metal_sim_static_threadgroup_bytes.restype = ctypes.c_size_t
         self.lib.metal_sim_max_threads.restype = ctypes.c_uint32
@@ -130,6 +130,13 @@ class Simulator:
         handle = self.lib.metal_sim_compile(
             source.encode(), file_name.encode(), _strings(includes), _strings(macros)
         )
+        if handle is None:
+            raise self.fail()
+        return Library(self, handle)
+
+    def load(self, module: str | Path) -> Library:
+        """A kernel module that was built elsewhere, without the checker's hooks."""
+        handle = self.lib.metal_sim_load(str(module).encode())
         if handle is None:
             raise self.fail()
         return Library(self, handle)

@@ -73,6 +73,11 @@ void* metal_sim_compile(const char* source, const char* file_name, const char* c
   });
 }
 
+void* metal_sim_load(const char* module_path) {
+  return guarded<void*>(nullptr,
+                        [&]() -> void* { return new LibraryHandle(Library::load(module_path)); });
+}
+
 const char* metal_sim_function_names(void* library) {
   text_result.clear();
   for (const std::string& name : library_of(library)->function_names()) text_result += name + "\n";

@@ -15,6 +15,8 @@ METAL_SIM_EXPORT int metal_sim_set(const char* name, const char* value);
 // `includes` and `macros` are null-terminated arrays; a macro is NAME or NAME=VALUE.
 METAL_SIM_EXPORT void* metal_sim_compile(const char* source, const char* file_name,
                                          const char* const* includes, const char* const* macros);
+// A compiled kernel module by its path.
+METAL_SIM_EXPORT void* metal_sim_load(const char* module_path);
 // Names separated by line ends, in a per-thread buffer.
 METAL_SIM_EXPORT const char* metal_sim_function_names(void* library);
 // Constants: `count` indices and 64-bit values (object representation in the low bytes).

@@ -136,6 +136,8 @@ class Library : public std::enable_shared_from_this<Library> {
   // processes.
   static std::shared_ptr<const Library> compile(std::string_view source,
                                                 const CompileOptions& options);
+  // A module that was built elsewhere (cost_model/); it has no hooks of the checker.
+  static std::shared_ptr<const Library> load(const std::string& module_path);
 
   virtual std::vector<std::string> function_names() const = 0;  // host names, sorted
   virtual std::vector<FunctionConstant> function_constants() const = 0;

@@ -170,4 +170,8 @@ std::shared_ptr<const Library> Library::compile(std::string_view source,
   return std::make_shared<LoadedLibrary>(load_module(path, current.check));
 }
 
+std::shared_ptr<const Library> Library::load(const std::string& module_path) {
+  return std::make_shared<LoadedLibrary>(load_module(module_path, false));
+}
+
 }  // namespace metal_sim

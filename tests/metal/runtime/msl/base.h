@@ -34,6 +34,13 @@ typedef __bf16 bfloat;
 // Inlined everywhere, so that the debug line of a memory access inside is still the caller's
 // statement in -O1 code.
 #define METAL_SIM_INLINE inline __attribute__((always_inline, nodebug))
+// Operations of a whole simdgroup: calls, not code, where a kernel's own instructions are counted
+// (cost_model/).
+#ifdef METAL_SIM_COUNT
+#define METAL_SIM_COLLECTIVE inline __attribute__((noinline))
+#else
+#define METAL_SIM_COLLECTIVE METAL_SIM_INLINE
+#endif
 // Kept out of line and uninstrumented: the body touches the simulator's memory, not the kernel's.
 #define METAL_SIM_RUNTIME inline __attribute__((noinline, no_sanitize("thread")))
 // Unpacks arguments; reads the simulator's memory.

@@ -59,9 +59,9 @@ METAL_SIM_INLINE simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix
 // Element (row, column) of the tile is source[(origin.y + row) * row_stride + origin.x + column];
 // `transpose` swaps row and column.
 template <class T>
-METAL_SIM_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source,
-                                     ulong row_stride = 8, ulong2 origin = ulong2(0),
-                                     bool transpose = false, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source,
+                                         ulong row_stride = 8, ulong2 origin = ulong2(0),
+                                         bool transpose = false, METAL_SIM_SOURCE) {
   const metal_sim::TilePosition at = metal_sim::tile_position();
   metal_sim::matrix_access_begin(source, 64 * sizeof(T), false, METAL_SIM_HERE);
   for (int i = 0; i < 2; ++i) {
@@ -72,9 +72,9 @@ METAL_SIM_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* sour
   metal_sim::matrix_access_end();
 }
 template <class T>
-METAL_SIM_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* destination,
-                                      ulong row_stride = 8, ulong2 origin = ulong2(0),
-                                      bool transpose = false, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* destination,
+                                          ulong row_stride = 8, ulong2 origin = ulong2(0),
+                                          bool transpose = false, METAL_SIM_SOURCE) {
   const metal_sim::TilePosition at = metal_sim::tile_position();
   metal_sim::matrix_access_begin(destination, 64 * sizeof(T), true, METAL_SIM_HERE);
   for (int i = 0; i < 2; ++i) {
@@ -88,10 +88,11 @@ METAL_SIM_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> d, T* destinatio
 // d = a b + c. Only the combinations that ship in production kernels: all of one type, or
 // half/bfloat factors with a float accumulator.
 template <class D, class A, class B, class C>
-METAL_SIM_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
-                                                    simdgroup_matrix<A, 8, 8> a,
-                                                    simdgroup_matrix<B, 8, 8> b,
-                                                    simdgroup_matrix<C, 8, 8> c, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
+                                                        simdgroup_matrix<A, 8, 8> a,
+                                                        simdgroup_matrix<B, 8, 8> b,
+                                                        simdgroup_matrix<C, 8, 8> c,
+                                                        METAL_SIM_SOURCE) {
   static_assert(__is_same(D, C), "accumulator and destination have one type");
   const float fa[2] = {float(a.elements[0]), float(a.elements[1])};
   const float fb[2] = {float(b.elements[0]), float(b.elements[1])};
@@ -102,8 +103,9 @@ METAL_SIM_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d
   d.elements[1] = D(fd[1]);
 }
 template <class D, class A, class B>
-METAL_SIM_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                         simdgroup_matrix<B, 8, 8> b, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d,
+                                             simdgroup_matrix<A, 8, 8> a,
+                                             simdgroup_matrix<B, 8, 8> b, METAL_SIM_SOURCE) {
   const float fa[2] = {float(a.elements[0]), float(a.elements[1])};
   const float fb[2] = {float(b.elements[0]), float(b.elements[1])};
   float fd[2];

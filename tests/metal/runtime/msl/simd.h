@@ -66,7 +66,7 @@ METAL_SIM_INLINE void simdgroup_barrier(mem_flags flags, METAL_SIM_SOURCE) {
 
 #define METAL_SIM_SHUFFLE(name, offset, relative, exclusive_or)                                   \
   template <class T>                                                                              \
-  METAL_SIM_INLINE T name(T value, ushort n, METAL_SIM_SOURCE) {                                  \
+  METAL_SIM_COLLECTIVE T name(T value, ushort n, METAL_SIM_SOURCE) {                              \
     return metal_sim::exchange_one(value, offset, relative, exclusive_or, #name, METAL_SIM_HERE); \
   }
 METAL_SIM_SHUFFLE(simd_shuffle, int(n), false, false)
@@ -76,7 +76,7 @@ METAL_SIM_SHUFFLE(simd_shuffle_down, int(n), true, false)
 METAL_SIM_SHUFFLE(simd_shuffle_up, -int(n), true, false)
 #undef METAL_SIM_SHUFFLE
 template <class T>
-METAL_SIM_INLINE T simd_broadcast_first(T value, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE T simd_broadcast_first(T value, METAL_SIM_SOURCE) {
   return metal_sim::exchange_one(value, 0, false, false, "simd_broadcast_first", METAL_SIM_HERE);
 }
 
@@ -84,7 +84,7 @@ METAL_SIM_INLINE T simd_broadcast_first(T value, METAL_SIM_SOURCE) {
 // numbers.
 #define METAL_SIM_REDUCTION(name, combine)                                       \
   template <class T>                                                             \
-  METAL_SIM_INLINE T name(T value, METAL_SIM_SOURCE) {                           \
+  METAL_SIM_COLLECTIVE T name(T value, METAL_SIM_SOURCE) {                       \
     metal_sim::Lanes<T> lanes = metal_sim::exchange(                             \
         value, metal_sim::abi::ExchangeKind::kReduction, #name, METAL_SIM_HERE); \
     for (int width = 16; width > 0; width /= 2)                                  \
@@ -102,14 +102,14 @@ METAL_SIM_REDUCTION(simd_or, T(a | b))
 METAL_SIM_REDUCTION(simd_and, T(a& b))
 #undef METAL_SIM_REDUCTION
 
-METAL_SIM_INLINE bool simd_any(bool value, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE bool simd_any(bool value, METAL_SIM_SOURCE) {
   const metal_sim::Lanes<bool> lanes =
       metal_sim::exchange(value, metal_sim::abi::ExchangeKind::kVote, "simd_any", METAL_SIM_HERE);
   bool result = false;
   for (int i = 0; i < 32; ++i) result = result || lanes.value[i];
   return result;
 }
-METAL_SIM_INLINE bool simd_all(bool value, METAL_SIM_SOURCE) {
+METAL_SIM_COLLECTIVE bool simd_all(bool value, METAL_SIM_SOURCE) {
   const metal_sim::Lanes<bool> lanes =
       metal_sim::exchange(value, metal_sim::abi::ExchangeKind::kVote, "simd_all", METAL_SIM_HERE);
   bool result = true;
