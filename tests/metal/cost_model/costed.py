@@ -6,8 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-METAL = Path(__file__).resolve().parent.parent
-sys.path += [str(METAL)]
+sys.path += [str(Path(__file__).resolve().parent.parent)]
 
 from shader_cases import Case, Launch, staged
 

@@ -19,8 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-METAL = Path(__file__).resolve().parent.parent
-sys.path += [str(METAL), str(METAL / "translate")]
+sys.path += [
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(__file__).resolve().parent.parent / "translate"),
+]
 
 from build_kernel import RUNTIME, find_clang, linker, run, target_flags, translate
 from simulator import SHADERS, cache_folder

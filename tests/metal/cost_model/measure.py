@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-METAL = Path(__file__).resolve().parent.parent
-sys.path += [str(METAL), str(METAL / "cost_model")]
+sys.path += [
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(__file__).resolve().parent.parent / "cost_model"),
+]
 
 from instructions import Counted, build, program
 from model import Shape

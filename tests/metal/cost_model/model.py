@@ -104,9 +104,9 @@ def slots(
 
 
 def slow_share(rows: int, block: int, length: int, slack: float) -> float:
-    """How often a simdgroup of `rows` rows meets a new maximum in one of length/block blocks of
-    random scores: the chance that the largest of k blocks is the last one, for any of the rows. With
-    a slack a maximum has to rise by that much: rarely after the first block (measured 0.03 of that).
+    """How often a simdgroup of `rows` rows meets a new maximum, over length/block blocks of random
+    scores: the chance that the largest of k blocks is the last one, for any of the rows. With a
+    slack a maximum has to rise by that much: rarely after the first block (measured: 0.03 of that).
     """
     blocks = length // block
     share = sum(1 - (1 - 1 / k) ** rows for k in range(1, blocks + 1)) / blocks

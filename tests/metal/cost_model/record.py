@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent), str(HERE)]
+sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 from costed import Costed, costed_kernels
 from measure import Measured, measure, translated
 from model import FITS, slots, slow_share
 from registers import registers
 from simulator import Simulator
+
+HERE = Path(__file__).resolve().parent
 
 COUNTS = HERE / "counts.json"
 PAGE = HERE.parent.parent.parent / "docs" / "metal-performance.md"

@@ -13,10 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent), str(HERE.parent / "translate")]
+sys.path += [
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(__file__).resolve().parent.parent / "translate"),
+]
 
 from build_kernel import find_clang
+
+HERE = Path(__file__).resolve().parent
 
 FLAGS = ["--target=nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", "sm_90"]
 FLAGS += ["-Xclang", "-target-feature", "-Xclang", "+ptx80", "-x", "c++", "-std=c++20", "-O2"]
