@@ -9,6 +9,13 @@
 
 namespace flashattn {
 
+inline constexpr std::uint32_t kPhiloxMultiplier0 = 0xd2511f53U;
+inline constexpr std::uint32_t kPhiloxMultiplier1 = 0xcd9e8d57U;
+// Added to the two halves of the key from round to round.
+inline constexpr std::uint32_t kPhiloxWeyl0 = 0x9e3779b9U;
+inline constexpr std::uint32_t kPhiloxWeyl1 = 0xbb67ae85U;
+inline constexpr int kPhiloxRounds = 10;
+
 struct PhiloxBlock {
   std::uint32_t word[4];
 };
@@ -16,20 +23,15 @@ struct PhiloxBlock {
 // The four random words of a 128-bit counter (counter[0] lowest) under a 64-bit key.
 FLASHATTN_INLINE PhiloxBlock philox4x32(PhiloxBlock counter, std::uint32_t key_low,
                                         std::uint32_t key_high) {
-  constexpr std::uint32_t kMultiplier0 = 0xd2511f53U;
-  constexpr std::uint32_t kMultiplier1 = 0xcd9e8d57U;
-  constexpr std::uint32_t kWeyl0 = 0x9e3779b9U;
-  constexpr std::uint32_t kWeyl1 = 0xbb67ae85U;
-  constexpr int kRounds = 10;
-  for (int round = 0; round < kRounds; ++round) {
-    const std::uint64_t product0 = std::uint64_t{kMultiplier0} * counter.word[0];
-    const std::uint64_t product1 = std::uint64_t{kMultiplier1} * counter.word[2];
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const std::uint64_t product0 = std::uint64_t{kPhiloxMultiplier0} * counter.word[0];
+    const std::uint64_t product1 = std::uint64_t{kPhiloxMultiplier1} * counter.word[2];
     const auto high0 = static_cast<std::uint32_t>(product0 >> 32);
     const auto high1 = static_cast<std::uint32_t>(product1 >> 32);
     counter = {{high1 ^ counter.word[1] ^ key_low, static_cast<std::uint32_t>(product1),
                 high0 ^ counter.word[3] ^ key_high, static_cast<std::uint32_t>(product0)}};
-    key_low += kWeyl0;
-    key_high += kWeyl1;
+    key_low += kPhiloxWeyl0;
+    key_high += kPhiloxWeyl1;
   }
   return counter;
 }
@@ -60,6 +62,15 @@ struct DropoutNumbering {
     const std::uint64_t row = head * global_queries + query_start + i;
     return row * global_keys + key_start + j;
   }
+};
+
+// Dropout as integers: the weight of element n stays iff (word >> 8) >= threshold.
+struct DropoutRule {
+  std::uint32_t threshold = 0;  // ceil(probability * 2^24), at most 2^24; 0 is no dropout
+  float keep_scale = 1.0F;      // 1 / (1 - probability), 0 for probability 1
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  DropoutNumbering numbering{};
 };
 
 // The uniform number in [0, 1) of element n: a multiple of 2^-24, exact in float32.

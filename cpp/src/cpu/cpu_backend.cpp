@@ -4,6 +4,7 @@
 #include <array>
 #include <limits>
 
+#include "core/make_dropout.h"
 #include "core/make_visibility.h"
 #include "core/registry.h"
 #include "cpu/backward_schedule.h"
@@ -41,6 +42,15 @@ RowScalars row_scalars(const TensorView& view) {
           .row_stride = stride_of(view, 2)};
 }
 
+// (batch, heads), or (heads) with one value for all batch entries.
+HeadScalars head_scalars(const TensorView& view) {
+  if (!view) return {};
+  const auto heads = static_cast<std::size_t>(view.rank) - 1;
+  return {.data = static_cast<const float*>(view.data),
+          .batch_stride = heads == 0 ? 0 : stride_of(view, 0),
+          .head_stride = stride_of(view, heads)};
+}
+
 AttentionJob job_of(const AttentionProblem& problem, const AttentionInputs& inputs,
                     const std::vector<Visibility>& visibility) {
   AttentionJob job;
@@ -58,6 +68,11 @@ AttentionJob job_of(const AttentionProblem& problem, const AttentionInputs& inpu
   job.query = row_tensor(inputs.query);
   job.key = row_tensor(inputs.key);
   job.value = row_tensor(inputs.value);
+  job.softcap = problem.softcap;
+  job.slopes = head_scalars(inputs.alibi_slopes);
+  job.sinks = head_scalars(inputs.sinks);
+  job.mask = score_mask_of(inputs.mask);
+  job.dropout = make_dropout_rule(problem);
   return job;
 }
 

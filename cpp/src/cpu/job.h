@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "core/mask_tiles.h"
+#include "core/philox.h"
 #include "core/visibility.h"
 #include "flashattn/tensor.h"
 
@@ -29,6 +31,17 @@ struct RowScalars {
   std::int64_t row_stride = 1;
 };
 
+// One float32 per query head, and per batch entry where batch_stride is not 0: ALiBi slopes, sinks.
+struct HeadScalars {
+  const float* data = nullptr;  // null: the call has none
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+
+  FLASHATTN_INLINE float at(std::int64_t batch, std::int64_t head) const {
+    return data[batch * batch_stride + head * head_stride];
+  }
+};
+
 // Everything a forward, backward or decode kernel needs to know about the call.
 struct AttentionJob {
   // Of query, key, value, out and the gradients: float32, float16, bfloat16.
@@ -47,9 +60,22 @@ struct AttentionJob {
   RowTensor query, key, value, out;
   RowScalars lse;
 
+  // Modifiers of the scores; the plain kernels serve the calls that have none.
+  float softcap = 0.0F;  // 0 is off
+  HeadScalars slopes;
+  HeadScalars sinks;
+  ScoreMask mask;
+  MaskTiles mask_tiles;  // of `mask`, if it was classified for this pass
+  DropoutRule dropout;
+
   // Backward only.
   RowTensor dout, dq, dk, dv;
   RowScalars dlse;  // data may be null
 };
+
+FLASHATTN_INLINE bool has_modifiers(const AttentionJob& job) {
+  return job.softcap != 0.0F || job.slopes.data != nullptr || job.sinks.data != nullptr ||
+         job.mask.data != nullptr || job.dropout.threshold != 0;
+}
 
 }  // namespace flashattn::cpu

@@ -21,6 +21,11 @@ FLASHATTN_INLINE bool any(VecI mask) {
   return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
 }
 
+FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
+  return reinterpret_cast<VecWide>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+
 // The compiler's own conversion splits the vector in two and joins the halves.
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return reinterpret_cast<VecU>(

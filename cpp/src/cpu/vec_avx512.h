@@ -22,6 +22,11 @@ FLASHATTN_INLINE bool any(VecI mask) {
   return _mm512_test_epi32_mask(m, m) != 0;
 }
 
+FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
+  return reinterpret_cast<VecWide>(
+      _mm512_mul_epu32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+
 // The compiler's own conversion splits the vector in two and joins the halves.
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return reinterpret_cast<VecU>(

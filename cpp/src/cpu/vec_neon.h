@@ -21,6 +21,11 @@ FLASHATTN_INLINE Vec times_power_of_two(Vec p, Vec n, Vec x) {
 
 FLASHATTN_INLINE bool any(VecI mask) { return vmaxvq_u32(reinterpret_cast<uint32x4_t>(mask)) != 0; }
 
+FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
+  return reinterpret_cast<VecWide>(vmull_u32(vmovn_u64(reinterpret_cast<uint64x2_t>(a)),
+                                             vmovn_u64(reinterpret_cast<uint64x2_t>(b))));
+}
+
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return __builtin_convertvector(*static_cast<const VecHalfInMemory*>(from), VecU);
 }

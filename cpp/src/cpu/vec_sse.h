@@ -22,6 +22,11 @@ FLASHATTN_INLINE bool any(VecI mask) {
   return _mm_movemask_ps(reinterpret_cast<__m128>(mask)) != 0;
 }
 
+FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
+  return reinterpret_cast<VecWide>(
+      _mm_mul_epu32(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+}
+
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return reinterpret_cast<VecU>(
       _mm_cvtepu16_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
