@@ -158,12 +158,13 @@ def neon(session: nox.Session) -> None:
 
 
 METAL_TOOLS = ("ziglang==0.17.1", "pip")
-# Fragment maps and schedules of the simulated device. The first runs the whole suite under the
-# checker, whose reports do not depend on the schedule; the others the numeric tests without it,
-# which is three times as fast.
-CHECKED = "row/fifo"
-UNCHECKED = "apple/lifo,random:1/random,random:2/priority,random:3/fifo"
-NUMERIC_TESTS = [f"tests/test_{name}.py" for name in ("forward", "backward", "visibility", "nan")]
+# Fragment maps and schedules of the simulated device. Every behaviour test runs on all of them
+# without the checker and, since its reports do not depend on map or schedule, on one of them under
+# it, which takes three times as long.
+SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,random:3/fifo"
+# Tests that know no `target`; the rest of the suite has nothing to do with a backend.
+SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
+SURFACE_TESTS += ("torch",)
 
 
 def simulated_environment(session: nox.Session, folder: Path) -> dict[str, str]:
@@ -188,7 +189,7 @@ def simulated_options(folder: Path) -> list[str]:
 
 @nox.session
 def simulated(session: nox.Session) -> None:
-    """The Metal backend over the simulated device: the whole C++ and Python suites, or posargs.
+    """The Metal backend over the simulated device: the C++ and Python suites, or posargs.
 
     `nox -s simulated -- CMD ...` runs a command where `flashattn` has that backend. The first run
     builds libc++ and compiles every kernel it meets; both are kept.
@@ -215,12 +216,30 @@ def simulated(session: nox.Session) -> None:
     session.install("pytest-xdist")
     # The simulator's and the checker's own tests: shaders kernel by kernel, planted defects.
     session.run("pytest", "-n", jobs(), "tests/metal", env=environment)
-    environment |= {"FLASHATTN_TEST_BACKENDS": "metal", "PYTHONPATH": str(ROOT / "tests" / "metal")}
+    simulated_suite(session, environment)
+
+
+def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
+    """The Python suite on the simulated devices; no test may leave a Metal object."""
+    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    behaviour = [str(path) for path in paths if "target: Target" in path.read_text()]
+    surface = [f"tests/test_{name}.py" for name in SURFACE_TESTS]
     pytest = ("pytest", "-n", jobs(), "-p", "live_objects")
-    elsewhere = ("--ignore=tests/test_cpp.py", "--ignore=tests/metal")
-    session.run(*pytest, *elsewhere, env=environment | {"FLASHATTN_TEST_SIMULATED": CHECKED})
-    environment |= {"FLASHATTN_TEST_SIMULATED": UNCHECKED, "METAL_SIM_CHECK": "0"}
-    session.run(*pytest, *NUMERIC_TESTS, env=environment)
+    unchecked = {"METAL_SIM_CHECK": "0"}
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "metal")}
+    # Its twin in test_process.py makes fewer calls on a simulated device.
+    slow = "--deselect=tests/test_known_faults_process.py::test_c28_no_leak_over_many_shapes"
+    chosen = unchecked | {"FLASHATTN_BACKEND": "metal"}
+    session.run(*pytest, *surface, slow, env=environment | chosen)
+    environment |= {"FLASHATTN_TEST_BACKENDS": "metal"}
+    devices = {"FLASHATTN_TEST_SIMULATED": SIMULATED_DEVICES}
+    rotate = {"FLASHATTN_TEST_ROTATE": "1"}
+    session.run(*pytest, *behaviour, env=environment | devices | rotate)
+    session.run(*pytest, *behaviour, env=environment | devices | unchecked)
+    # 500 random problems, on one of the devices.
+    many = {"FLASHATTN_HYPOTHESIS": "simulated", "FLASHATTN_TEST_SIMULATED": "random:4/random"}
+    problems = [f"tests/test_properties.py::test_{name}" for name in ("forward", "backward")]
+    session.run(*pytest, *problems, env=environment | unchecked | many)
 
 
 @nox.session

@@ -1,6 +1,10 @@
 """The `target` fixture: one run of a test per backend, instruction set and simulated device; and
 hypothesis profiles.
 
+With FLASHATTN_TEST_ROTATE=1 a test runs on one of the simulated devices of
+FLASHATTN_TEST_SIMULATED only, which its name picks, so that each device gets an even share of the
+tests.
+
 FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small), "simulated"
 (derandomised, 250 problems forward and as many backward) or "nightly" (random, large).
 """
@@ -8,6 +12,7 @@ FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small), "si
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +32,24 @@ settings.load_profile(os.environ.get("FLASHATTN_HYPOTHESIS", "ci"))
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "target" in metafunc.fixturenames:
         metafunc.parametrize("target", all_targets(), ids=lambda t: t.id, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("FLASHATTN_TEST_ROTATE") != "1":
+        return
+    devices = [target.id for target in all_targets() if target.simulated is not None]
+
+    def is_its_turn(item: pytest.Item) -> bool:
+        callspec = getattr(item, "callspec", None)
+        target = callspec.params.get("target") if callspec is not None else None
+        if target is None or target.simulated is None:
+            return True
+        name = item.nodeid.replace(target.id, "")
+        return devices[zlib.crc32(name.encode()) % len(devices)] == target.id
+
+    others = [item for item in items if not is_its_turn(item)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if is_its_turn(item)]
 
 
 @pytest.fixture

@@ -204,6 +204,21 @@ def _metal_targets() -> list[Target]:
     return [Target("metal", simulated=(m, s or "fifo"), missing=missing) for m, _, s in split]
 
 
+def chosen_backend() -> str:
+    """The backend of calls that name none."""
+    import flashattn as fa
+
+    named = os.environ.get("FLASHATTN_BACKEND")
+    return named or next(b.name for b in fa.backends() if b.available and b.default)
+
+
+def chosen_is_simulated() -> bool:
+    """Whether those calls run on the simulated device: right, and a thousand times slower."""
+    from flashattn import _core
+
+    return chosen_backend() == "metal" and hasattr(_core, "set_simulated_metal")
+
+
 def all_targets() -> list[Target]:
     """The targets of this run; naming a backend that is not available is an error."""
     named = [n for n in os.environ.get("FLASHATTN_TEST_BACKENDS", "").split(",") if n]

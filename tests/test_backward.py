@@ -99,9 +99,8 @@ def test_absent_inputs_have_no_gradient(target: Target) -> None:
 def test_subset_of_gradients(target: Target, wanted: tuple[bool, bool, bool]) -> None:
     """A gradient does not depend on which others are asked for."""
     torch = pytest.importorskip("torch")
-    if target.backend != "cpu":
-        assert target.backend in ("metal", "oracle")  # torch CPU tensors are the cpu backend's
-        return
+    if target.backend == "oracle":
+        return  # the oracle has no way to be asked for less
     import flashattn as fa
 
     problem = build(Case(1, 4, 2, 30, 41, 20, causal=True))
@@ -110,7 +109,8 @@ def test_subset_of_gradients(target: Target, wanted: tuple[bool, bool, bool]) ->
     tensors = [
         torch.from_numpy(x).requires_grad_(w) for x, w in zip(problem.inputs, wanted, strict=True)
     ]
-    fa.attention(*tensors, causal=True).backward(torch.from_numpy(problem.dout))
+    out = fa.attention(*tensors, causal=True, backend=target.backend)
+    out.backward(torch.from_numpy(problem.dout))
     for tensor, name, want in zip(tensors, ("dq", "dk", "dv"), wanted, strict=True):
         if want:
             np.testing.assert_array_equal(tensor.grad.numpy(), getattr(full, name))

@@ -160,7 +160,7 @@ def test_results_outlive_the_call_and_are_freed() -> None:
     assert live_buffers() == before
 
 
-def test_memory_of_two_kinds_is_refused() -> None:
+def test_memory_of_two_kinds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, _ = tensors()
     with pytest.raises(ValueError, match=r"key.device \(cpu\) must equal query.device \(metal\)"):
         fa.attention(MetalProducer(query), Producer(key), Producer(value), **OPTIONS)
@@ -169,6 +169,7 @@ def test_memory_of_two_kinds_is_refused() -> None:
     there = [MetalProducer(x) for x in (query, key, value)]
     with pytest.raises(ValueError, match=r"kv_lengths.device \(metal\) must"):
         fa.attention(*there, kv_lengths=MetalProducer(np.int32([3, 4])), **OPTIONS)
+    monkeypatch.delenv("FLASHATTN_BACKEND", raising=False)
     with pytest.raises(NotImplementedError, match="cpu: "):
         fa.attention(*there)  # the simulated device is never chosen unless named
     with pytest.raises(NotImplementedError, match=r'backend "cpu" cannot do .* on metal'):

@@ -14,6 +14,7 @@ from typing import Any
 import flashattn as fa
 import numpy as np
 import pytest
+from targets import chosen_backend, chosen_is_simulated
 
 
 def problem(seqlen: int = 200) -> list[Any]:
@@ -45,7 +46,9 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-def test_3000_calls_of_varying_shape_leave_nothing() -> None:
+def test_many_calls_of_varying_shape_leave_nothing() -> None:
+    few, many = (50, 200) if chosen_is_simulated() else (500, 3000)
+
     def calls(count: int) -> None:
         for n in range(count):
             seqlen = 1 + 17 * n % 97
@@ -54,10 +57,10 @@ def test_3000_calls_of_varying_shape_leave_nothing() -> None:
             fa.attention_backward(dout, q, k, v, out, lse, causal=bool(n % 2))
 
     arrays = problem(97)
-    calls(500)
+    calls(few)
     gc.collect()
     memory, objects = resident_bytes(), len(gc.get_objects())
-    calls(3000)
+    calls(many)
     gc.collect()
     assert len(gc.get_objects()) - objects < 100
     assert resident_bytes() - memory < 4 << 20
@@ -158,12 +161,17 @@ def test_the_gil_is_free_during_the_computation() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_fork_after_use() -> None:
+    """A child computes what its parent does. No GPU survives a fork: there the child is told so."""
     arrays = problem()
     expected = results(arrays)
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        os._exit(0 if results(arrays) == expected else 1)
+        try:
+            same = results(arrays) == expected
+        except RuntimeError as error:
+            same = chosen_backend() == "metal" and "was forked from one that uses" in str(error)
+        os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert results(arrays) == expected
 
