@@ -13,18 +13,33 @@ from typing import Any
 import numpy as np
 import reference
 from numpy.typing import ArrayLike
-from reference import Array
+from reference import Array, DropoutShard
 
 
-def _sequence_options(opts: dict[str, Any], b: int) -> dict[str, Any]:
-    """The options of sequence b of a packed batch, as a batch of one."""
-    if opts.get("dropout_p") or opts.get("mask") is not None:
-        raise NotImplementedError("the packed reference has no dropout and no mask")
+def sequence_options(
+    opts: dict[str, Any], b: int, heads: int, longest: tuple[int, int]
+) -> dict[str, Any]:
+    """The options of sequence b of a packed batch, as a batch of one. `longest`: queries, keys."""
+    if opts.get("mask") is not None:
+        raise NotImplementedError("mask has no meaning for packed sequences")
     picked = dict(opts)
     slopes = picked.get("alibi_slopes")
     if slopes is not None and np.ndim(slopes) == 2:
         picked["alibi_slopes"] = np.asarray(slopes)[b]
+    for name in ("q_offset", "kv_lengths"):
+        if picked.get(name) is not None and np.ndim(picked[name]) == 1:
+            picked[name] = np.asarray(picked[name])[b : b + 1]
+    if picked.get("dropout_p"):
+        # Batch entry b of the padded batch, as heads of a batch of one with all entries' heads.
+        whole = DropoutShard(heads, 0, longest[0], 0, longest[1], 0)
+        shard = picked.get("dropout_shard") or whole
+        start = b * shard.global_heads + shard.head_start
+        picked["dropout_shard"] = DropoutShard((b + 1) * shard.global_heads, start, *shard[2:])
     return picked
+
+
+def longest_sequences(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> tuple[int, int]:
+    return tuple(int(np.diff(cu).max(initial=0)) for cu in (cu_seqlens_q, cu_seqlens_k))  # type: ignore[return-value]
 
 
 def attention_varlen(
@@ -39,11 +54,15 @@ def attention_varlen(
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf)
+    longest = longest_sequences(cu_seqlens_q, cu_seqlens_k)
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         part = reference.attention(
-            q[None, rows], k[None, keys], v[None, keys], **_sequence_options(opts, b)
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            **sequence_options(opts, b, q.shape[1], longest),
         )
         out[rows], lse[:, rows] = part.out[0], part.lse[0]
     return out, lse
@@ -62,6 +81,11 @@ def attention_varlen_backward(
     """Gradients of attention_varlen; rows and keys outside every sequence get 0."""
     do, q, k, v = (np.asarray(x, np.float64) for x in (dout, query, key, value))
     grads = reference.Gradients(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v))
+    if opts.get("alibi_slopes") is not None:
+        grads.dalibi_slopes = np.zeros(np.shape(opts["alibi_slopes"]))
+    if opts.get("sinks") is not None:
+        grads.dsinks = np.zeros(np.shape(opts["sinks"]))
+    longest = longest_sequences(cu_seqlens_q, cu_seqlens_k)
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
@@ -72,8 +96,13 @@ def attention_varlen_backward(
             k[None, keys],
             v[None, keys],
             dl,
-            **_sequence_options(opts, b),
+            **sequence_options(opts, b, q.shape[1], longest),
         )
+        if grads.dsinks is not None:
+            grads.dsinks += part.dsinks
+        if grads.dalibi_slopes is not None:
+            own = grads.dalibi_slopes if grads.dalibi_slopes.ndim == 1 else grads.dalibi_slopes[b]
+            own += part.dalibi_slopes
         grads.dq[rows], grads.dk[keys], grads.dv[keys] = part.dq[0], part.dk[0], part.dv[0]
     return grads
 

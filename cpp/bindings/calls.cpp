@@ -23,8 +23,12 @@ namespace flashattn::python {
 
 namespace {
 
-constexpr const char* kForward = "attention";
-constexpr const char* kBackward = "attention_backward";
+struct FunctionNames {
+  const char* forward;
+  const char* backward;
+};
+constexpr FunctionNames kAttention = {"attention", "attention_backward"};
+constexpr FunctionNames kVarlen = {"attention_varlen", "attention_varlen_backward"};
 
 // The options under their public names. Arrays are imported at each call.
 struct Options {
@@ -45,6 +49,11 @@ struct Options {
   nb::object sinks = nb::none();
   nb::object q_offsets = nb::none();
   nb::object kv_lengths = nb::none();
+  nb::object cu_seqlens_q = nb::none();
+  nb::object cu_seqlens_k = nb::none();
+  nb::object block_table = nb::none();
+
+  const FunctionNames& names() const { return cu_seqlens_q.is_none() ? kAttention : kVarlen; }
 };
 
 AttentionOptions attention_options(const Options& options) {
@@ -93,7 +102,10 @@ struct InputArrays {
         alibi_slopes({function, "alibi_slopes"}, options.alibi_slopes),
         sinks({function, "sinks"}, options.sinks),
         q_offsets({function, "q_offset"}, options.q_offsets),
-        kv_lengths({function, "kv_lengths"}, options.kv_lengths) {}
+        kv_lengths({function, "kv_lengths"}, options.kv_lengths),
+        cu_seqlens_q({function, "cu_seqlens_q"}, options.cu_seqlens_q),
+        cu_seqlens_k({function, "cu_seqlens_k"}, options.cu_seqlens_k),
+        block_table({function, "block_table"}, options.block_table) {}
 
   AttentionInputs views(const Options& options) const {
     return {.query = bshd(query, options),
@@ -103,18 +115,23 @@ struct InputArrays {
             .alibi_slopes = alibi_slopes.view(),
             .sinks = sinks.view(),
             .q_offsets = q_offsets.view(),
-            .kv_lengths = kv_lengths.view()};
+            .kv_lengths = kv_lengths.view(),
+            .cu_seqlens_q = cu_seqlens_q.view(),
+            .cu_seqlens_k = cu_seqlens_k.view(),
+            .block_table = block_table.view()};
   }
 
   ArrayArgument query, key, value, mask, alibi_slopes, sinks, q_offsets, kv_lengths;
+  ArrayArgument cu_seqlens_q, cu_seqlens_k, block_table;
 };
 
 void run_forward(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::handle lse,
                  const Options& options, bool caller_outputs) {
-  const InputArrays inputs(kForward, query, key, value, options);
+  const char* const function = options.names().forward;
+  const InputArrays inputs(function, query, key, value, options);
   const Access access = caller_outputs ? Access::kWrite : Access::kRead;
-  const ArrayArgument out_array({kForward, "out"}, out, access);
-  const ArrayArgument lse_array({kForward, "lse"}, lse, access);
+  const ArrayArgument out_array({function, "out"}, out, access);
+  const ArrayArgument lse_array({function, "lse"}, lse, access);
   ForwardTensors tensors = {
       .inputs = inputs.views(options), .out = bshd(out_array, options), .lse = lse_array.view()};
   const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
@@ -131,17 +148,18 @@ struct GradientCall {
 
 void run_backward(nb::handle query, nb::handle key, nb::handle value, const GradientCall& call,
                   const Options& options) {
-  const InputArrays inputs(kBackward, query, key, value, options);
-  const ArrayArgument out({kBackward, "out"}, call.out);
-  const ArrayArgument lse({kBackward, "lse"}, call.lse);
-  const ArrayArgument dout({kBackward, "dout"}, call.dout);
-  const ArrayArgument dlse({kBackward, "dlse"}, call.dlse);
-  const ArrayArgument dq({kBackward, "dq"}, call.dq);
-  const ArrayArgument dk({kBackward, "dk"}, call.dk);
-  const ArrayArgument dv({kBackward, "dv"}, call.dv);
-  const ArrayArgument dmask({kBackward, "dmask"}, call.dmask);
-  const ArrayArgument dalibi_slopes({kBackward, "dalibi_slopes"}, call.dalibi_slopes);
-  const ArrayArgument dsinks({kBackward, "dsinks"}, call.dsinks);
+  const char* const function = options.names().backward;
+  const InputArrays inputs(function, query, key, value, options);
+  const ArrayArgument out({function, "out"}, call.out);
+  const ArrayArgument lse({function, "lse"}, call.lse);
+  const ArrayArgument dout({function, "dout"}, call.dout);
+  const ArrayArgument dlse({function, "dlse"}, call.dlse);
+  const ArrayArgument dq({function, "dq"}, call.dq);
+  const ArrayArgument dk({function, "dk"}, call.dk);
+  const ArrayArgument dv({function, "dv"}, call.dv);
+  const ArrayArgument dmask({function, "dmask"}, call.dmask);
+  const ArrayArgument dalibi_slopes({function, "dalibi_slopes"}, call.dalibi_slopes);
+  const ArrayArgument dsinks({function, "dsinks"}, call.dsinks);
   BackwardTensors tensors = {.inputs = inputs.views(options),
                              .out = bshd(out, options),
                              .lse = lse.view(),
@@ -182,7 +200,10 @@ void bind_options(nb::module_& module) {
       .def_rw("alibi_slopes", &Options::alibi_slopes, nb::arg().none())
       .def_rw("sinks", &Options::sinks, nb::arg().none())
       .def_rw("q_offsets", &Options::q_offsets, nb::arg().none())
-      .def_rw("kv_lengths", &Options::kv_lengths, nb::arg().none());
+      .def_rw("kv_lengths", &Options::kv_lengths, nb::arg().none())
+      .def_rw("cu_seqlens_q", &Options::cu_seqlens_q, nb::arg().none())
+      .def_rw("cu_seqlens_k", &Options::cu_seqlens_k, nb::arg().none())
+      .def_rw("block_table", &Options::block_table, nb::arg().none());
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ from flashattn._machine import (
     show_config,
 )
 from flashattn._options import DropoutShard
+from flashattn._varlen import attention_varlen, attention_varlen_backward
 
 __version__ = VERSION
 
@@ -40,6 +41,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "backends",
     "copy_stats",
     "empty",

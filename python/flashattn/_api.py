@@ -10,7 +10,7 @@ from flashattn._arrays import Framework, framework_of
 from flashattn._options import AttentionOptions, documents_options, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import Unpack
 
@@ -77,7 +77,7 @@ def attention(
     ):
         if out is not None:
             raise ValueError(f"{_FORWARD}: out must not be given where autograd records")
-        result, lse = _record(framework, query, key, value, parsed)
+        result, lse = record(framework, _forward, query, key, value, parsed)
     else:
         result, lse = _forward(framework, query, key, value, parsed, out)
     return (result, lse) if return_lse else result
@@ -137,11 +137,15 @@ def attention_backward(
     """
     framework = framework_of(_BACKWARD, query, key, value)
     parsed = _parse_with_seed(_BACKWARD, options)
-    wanted = (True, True, True, parsed.mask is not None and not _is_bool(parsed.mask), True, True)
+    wanted = gradients_wanted(parsed)
     tensors = (query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks)
-    return AttentionGradients(
-        *_gradients(framework, parsed, dout, dlse, out, lse, wanted, *tensors)
-    )
+    return AttentionGradients(*gradients(framework, parsed, dout, dlse, out, lse, wanted, *tensors))
+
+
+def gradients_wanted(options: _core.Options) -> tuple[bool, ...]:
+    """All of query, key, value, mask, alibi_slopes, sinks but a bool mask's."""
+    mask = options.mask is not None and not _is_bool(options.mask)
+    return (True, True, True, mask, True, True)
 
 
 def _parse_with_seed(function: str, options: Mapping[str, Any]) -> _core.Options:
@@ -158,7 +162,22 @@ def _is_bool(mask: Any) -> bool:
 def _forward(
     framework: Framework, query: Any, key: Any, value: Any, options: _core.Options, given: Any
 ) -> tuple[Any, Any]:
-    out, lse = framework.forward_outputs(query, value, options.heads_first)
+    outputs = framework.forward_outputs(query, value, options.heads_first)
+    return run_forward(framework, _FORWARD, query, key, value, options, given, outputs)
+
+
+def run_forward(
+    framework: Framework,
+    function: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    options: _core.Options,
+    given: Any,
+    outputs: tuple[Any, Any],
+) -> tuple[Any, Any]:
+    """One forward call into `outputs`, or into the caller's `out` where `given`."""
+    out, lse = outputs
     if given is None:
         _core.forward(query, key, value, out, lse, options, False)
         return framework.finish(out, query), framework.finish(lse, query)
@@ -169,14 +188,14 @@ def _forward(
     for name, array in (("out", out), ("lse", lse)):
         if not framework.is_output(array):
             raise TypeError(
-                f"{_FORWARD}: {name} ({type(array).__name__}) must be an array of query's "
+                f"{function}: {name} ({type(array).__name__}) must be an array of query's "
                 "framework that can be written"
             )
     _core.forward(query, key, value, out, lse, options, True)
     return out, lse
 
 
-def _gradients(
+def gradients(
     framework: Framework,
     options: _core.Options,
     dout: Any,
@@ -200,18 +219,23 @@ def _gradients(
     return [None if array is None else framework.finish(array, query) for array in results]
 
 
-def _record(
-    framework: Framework, query: Any, key: Any, value: Any, options: _core.Options
+def record(
+    framework: Framework,
+    forward: Callable[..., tuple[Any, Any]],
+    query: Any,
+    key: Any,
+    value: Any,
+    options: _core.Options,
 ) -> tuple[Any, Any]:
-    """The call as one node of torch's graph."""
+    """The call as one node of torch's graph; `forward` is _forward or one with its arguments."""
     from flashattn._torch import AttentionFunction
 
     def run(query: Any, key: Any, value: Any, *_: Any) -> tuple[Any, Any]:
-        return _forward(framework, query, key, value, options, None)
+        return forward(framework, query, key, value, options, None)
 
-    def gradients(*arguments: Any) -> list[Any]:
-        return _gradients(framework, options, *arguments)
+    def backward(*arguments: Any) -> list[Any]:
+        return gradients(framework, options, *arguments)
 
     tensors = (query, key, value, options.mask, options.alibi_slopes, options.sinks)
-    result: tuple[Any, Any] = AttentionFunction.apply(run, gradients, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Any, Any] = AttentionFunction.apply(run, backward, *tensors)  # type: ignore[no-untyped-call]
     return result

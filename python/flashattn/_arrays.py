@@ -40,11 +40,30 @@ def output_shapes(
     return (batch, second, third, value_shape[3]), lse_shape
 
 
+def packed_shapes(
+    query_shape: tuple[int, ...], value_shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse for packed sequences; value may be pages.
+
+    Raises:
+        ValueError: query does not have three axes, or value neither three nor four.
+    """
+    if len(query_shape) != 3:
+        raise ValueError(f"attention_varlen: query.ndim ({len(query_shape)}) must be 3")
+    if len(value_shape) not in (3, 4):
+        raise ValueError(f"attention_varlen: value.ndim ({len(value_shape)}) must be 3")
+    rows, heads, _ = query_shape
+    return (rows, heads, value_shape[-1]), (heads, rows)
+
+
 class Framework(Protocol):
     """What a call needs from the framework that its arrays come from. New arrays are contiguous."""
 
     def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
         """Uninitialised (out, lse) on query's device; out in query's dtype, lse float32."""
+
+    def packed_outputs(self, query: Any, value: Any) -> tuple[Any, Any]:
+        """The same for packed sequences."""
 
     def gradient(self, array: Any) -> Any:
         """Uninitialised, in array's shape and dtype."""
@@ -74,6 +93,10 @@ class NumpyFramework:
         out_shape, lse_shape = output_shapes(query.shape, value.shape, heads_first)
         return _numpy_empty(out_shape, query.dtype), _numpy_empty(lse_shape, _FLOAT32)
 
+    def packed_outputs(self, query: Any, value: Any) -> tuple[Any, Any]:
+        out_shape, lse_shape = packed_shapes(query.shape, value.shape)
+        return _numpy_empty(out_shape, query.dtype), _numpy_empty(lse_shape, _FLOAT32)
+
     def gradient(self, array: Any) -> Any:
         return _numpy_empty(array.shape, array.dtype)
 
@@ -96,6 +119,10 @@ class DLPackFramework:
 
     def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
         out_shape, lse_shape = output_shapes(_shape_of(query), _shape_of(value), heads_first)
+        return _numpy_empty(out_shape, _dtype_of(query)), _numpy_empty(lse_shape, _FLOAT32)
+
+    def packed_outputs(self, query: Any, value: Any) -> tuple[Any, Any]:
+        out_shape, lse_shape = packed_shapes(_shape_of(query), _shape_of(value))
         return _numpy_empty(out_shape, _dtype_of(query)), _numpy_empty(lse_shape, _FLOAT32)
 
     def gradient(self, array: Any) -> Any:

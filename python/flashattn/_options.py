@@ -257,6 +257,16 @@ def parse(function: str, given: Mapping[str, Any]) -> Options:
     return options
 
 
+def parse_own(function: str, given: Mapping[str, Any]) -> Options:
+    """As `parse`, but the result is the caller's to change."""
+    return parse(function, given) if given else Options()
+
+
+def per_batch_integers(function: str, name: str, value: Any) -> Any:
+    """An argument of integers: a sequence becomes an int64 array, an array stays what it is."""
+    return _Reader(function).per_batch(name, value)
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

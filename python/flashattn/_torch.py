@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flashattn import _core
-from flashattn._arrays import output_shapes
+from flashattn._arrays import output_shapes, packed_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,11 @@ class TorchFramework:
         if query.dtype is torch.float32:
             return out, query.new_empty(*lse_shape)
         return out, query.new_empty(*lse_shape, dtype=torch.float32)
+
+    def packed_outputs(self, query: Any, value: Any) -> tuple[Any, Any]:
+        query = _plain(query)
+        out_shape, lse_shape = packed_shapes(query.shape, value.shape)
+        return query.new_empty(out_shape), query.new_empty(lse_shape, dtype=torch.float32)
 
     def gradient(self, array: Any) -> Any:
         return torch.empty_like(_plain(array), memory_format=torch.contiguous_format)

@@ -179,12 +179,12 @@ BOOST_AUTO_TEST_CASE(the_choice_of_the_kernel_depends_on_rows_and_not_on_mates) 
   job.seqlen_q = 1;
   job.heads_per_kv = 4;
   job.head_dim = job.value_dim = 64;
-  BOOST_TEST(flashattn::cpu::prefers_decode(job));
+  BOOST_TEST(flashattn::cpu::prefers_decode(job, job.seqlen_q));
   job.batch = 1000;
   job.seqlen_k = 1;
-  BOOST_TEST(flashattn::cpu::prefers_decode(job));
+  BOOST_TEST(flashattn::cpu::prefers_decode(job, job.seqlen_q));
   job.seqlen_q = 512;
-  BOOST_TEST(!flashattn::cpu::prefers_decode(job));
+  BOOST_TEST(!flashattn::cpu::prefers_decode(job, job.seqlen_q));
 }
 
 BOOST_AUTO_TEST_SUITE_END()

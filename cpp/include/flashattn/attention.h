@@ -7,6 +7,10 @@
 // head_dim), value (batch, seqlen_k, kv_heads, value_dim), out (batch, seqlen_q, query_heads,
 // value_dim), lse (batch, query_heads, seqlen_q) float32. Another layout is the same view with
 // permuted strides. Outputs are overwritten. The rules every backend keeps are in docs/math.md.
+//
+// Packed sequences (cu_seqlens given) have no batch axis: query (total_q, query_heads, head_dim),
+// key (total_k, kv_heads, head_dim), lse (query_heads, total_q). Pages (block_table given): key and
+// value are (num_pages, page_size, kv_heads, dim).
 #pragma once
 
 #include <cstdint>
@@ -77,7 +81,20 @@ struct AttentionInputs {
   TensorView sinks{};         // float32 (query_heads): one extra logit per head
   TensorView q_offsets{};     // int32 or int64 (batch): AttentionOptions::q_offset per batch entry
   TensorView kv_lengths{};    // int32 or int64 (batch): keys at and past the length do not exist
-  // The last two lie in host memory, wherever the others are; they are read once, at the start.
+  // Sequence b of a packed call is query rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]), which see key
+  // rows [cu_seqlens_k[b], cu_seqlens_k[b + 1]); both are int32 or int64 (batch + 1), rise and
+  // start at 0. Rows past the last give out 0, lse -inf and gradients 0.
+  TensorView cu_seqlens_q{};
+  TensorView cu_seqlens_k{};
+  // int32 or int64 (batch, max_pages): row r of entry b's keys lies in page block_table[b][r /
+  // page_size]. Numbers past an entry's last key are not read.
+  TensorView block_table{};
+  // int32 or int64 (batch): rows of key before the start do not exist; positions count from it.
+  TensorView kv_starts{};
+  // int32 or int64 (batch): the index on key's and value's batch axis that entry b attends to.
+  TensorView kv_batch_index{};
+  // The integers from q_offsets on lie in host memory, wherever the other arrays are; they are read
+  // once, at the start.
 };
 
 struct ForwardTensors {

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "flashattn/attention.h"
 
@@ -16,14 +17,15 @@ enum class Pass : std::uint8_t { kForward, kBackward };
 enum class MaskKind : std::uint8_t { kNone, kBool, kAdditive };
 
 struct AttentionProblem {
+  std::string_view function = "attention";  // what was called; messages add "_backward"
   Pass pass = Pass::kForward;
   DType dtype = DType::kFloat32;
   DeviceKind device = DeviceKind::kCpu;
-  std::int64_t batch = 0;
+  std::int64_t batch = 0;  // entries: sequences of a packed call
   std::int64_t query_heads = 0;
   std::int64_t kv_heads = 0;
-  std::int64_t seqlen_q = 0;
-  std::int64_t seqlen_k = 0;
+  std::int64_t seqlen_q = 0;  // of the longest entry
+  std::int64_t seqlen_k = 0;  // likewise; of pages all that a row of the block table holds
   std::int64_t head_dim = 0;
   std::int64_t value_dim = 0;
   float scale = 1.0F;
@@ -43,10 +45,18 @@ struct AttentionProblem {
   std::int64_t q_offset = 0;
   std::int64_t k_offset = 0;
   bool kv_lengths = false;
+  bool packed = false;  // sequences one behind the other, total_q and total_k rows of them
+  std::int64_t total_q = 0;
+  std::int64_t total_k = 0;
+  std::int64_t page_size = 0;  // 0: keys are not paged
+  bool kv_starts = false;
+  bool kv_batch_index = false;
 
   bool operator==(const AttentionProblem&) const = default;
 
   std::int64_t heads_per_kv() const { return kv_heads == 0 ? 0 : query_heads / kv_heads; }
+  // Whether entries differ in where their rows lie or in how many there are.
+  bool ragged() const { return packed || page_size != 0 || kv_starts || kv_batch_index; }
 };
 
 // Validates shapes, dtypes, devices and options in one place, and names the argument, what it got

@@ -2,6 +2,7 @@
 // computed here.
 #include "flashattn/attention.h"
 
+#include "core/make_visibility.h"
 #include "core/per_batch.h"
 #include "flashattn/backend.h"
 #include "flashattn/problem.h"
@@ -12,14 +13,16 @@ void forward(const ForwardTensors& tensors, const AttentionOptions& options) {
   ForwardTensors own = tensors;
   const PerBatchValues values(own.inputs);
   const AttentionProblem problem = make_problem(own, options);
-  choose_backend(problem, options.backend).forward(problem, own);
+  Backend& backend = choose_backend(problem, options.backend);
+  backend.forward(problem, problem.packed ? with_batch_axis(own) : own);
 }
 
 void backward(const BackwardTensors& tensors, const AttentionOptions& options) {
   BackwardTensors own = tensors;
   const PerBatchValues values(own.inputs);
   const AttentionProblem problem = make_problem(own, options);
-  choose_backend(problem, options.backend).backward(problem, own);
+  Backend& backend = choose_backend(problem, options.backend);
+  backend.backward(problem, problem.packed ? with_batch_axis(own) : own);
 }
 
 }  // namespace flashattn

@@ -110,12 +110,23 @@ bool is_empty(const TensorView& view) {
 
 void Checks::fail_value(const std::string& name, const std::string& got,
                         const std::string& expected) const {
-  throw InvalidArgument(std::string(function_) + ": " + name + " (" + got + ") must " + expected);
+  throw InvalidArgument(sentence(name, got, expected));
+}
+
+void Checks::fail_unsupported(const std::string& name, const std::string& got,
+                              const std::string& expected) const {
+  throw Unsupported(sentence(name, got, expected));
+}
+
+std::string Checks::sentence(const std::string& name, const std::string& got,
+                             const std::string& expected) const {
+  return std::string(function_) + (pass_ == Pass::kBackward ? "_backward: " : ": ") + name + " (" +
+         got + ") must " + expected;
 }
 
 void Checks::fail_type(const std::string& name, const std::string& got,
                        const std::string& expected) const {
-  throw InvalidType(std::string(function_) + ": " + name + " (" + got + ") must " + expected);
+  throw InvalidType(sentence(name, got, expected));
 }
 
 void Checks::equal(const std::string& name, std::int64_t got, const std::string& expected_name,

@@ -6,7 +6,9 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
+#include "flashattn/problem.h"
 #include "flashattn/tensor.h"
 
 namespace flashattn {
@@ -19,14 +21,16 @@ struct NamedView {
 
 class Checks {
  public:
-  // `function` opens every message: "attention".
-  explicit Checks(const char* function) : function_(function) {}
+  // `function` opens every message, with "_backward" behind it in that pass.
+  Checks(std::string_view function, Pass pass) : function_(function), pass_(pass) {}
 
   // "attention: NAME (GOT) must EXPECTED".
   [[noreturn]] void fail_value(const std::string& name, const std::string& got,
                                const std::string& expected) const;
   [[noreturn]] void fail_type(const std::string& name, const std::string& got,
                               const std::string& expected) const;
+  [[noreturn]] void fail_unsupported(const std::string& name, const std::string& got,
+                                     const std::string& expected) const;
 
   // "attention: key.head_dim (64) must equal query.head_dim (128)".
   void equal(const std::string& name, std::int64_t got, const std::string& expected_name,
@@ -48,8 +52,16 @@ class Checks {
   void distinct(const NamedView& output, const NamedView& other) const;
 
  private:
-  const char* function_;
+  std::string sentence(const std::string& name, const std::string& got,
+                       const std::string& expected) const;
+
+  std::string_view function_;
+  Pass pass_;
 };
+
+// Validates the call of another public function than `attention`.
+AttentionProblem make_problem(std::string_view function, const ForwardTensors& tensors,
+                              const AttentionOptions& options);
 
 // "(2, 128, 8, 64)".
 std::string shape_text(const TensorView& view);

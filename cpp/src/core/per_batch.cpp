@@ -7,26 +7,34 @@ namespace flashattn {
 
 namespace {
 
-bool is_readable(const TensorView& view, std::int64_t batch) {
+bool is_readable(const TensorView& view) {
   const std::size_t item = item_size(view.dtype);
-  return view.rank == 1 && view.shape[0] == batch && view.device == DeviceKind::kCpu &&
+  return (view.rank == 1 || view.rank == 2) && view.device == DeviceKind::kCpu &&
          (view.dtype == DType::kInt32 || view.dtype == DType::kInt64) && view.data != nullptr &&
+         view.shape[0] >= 0 && (view.rank == 1 || view.shape[1] >= 0) &&
          reinterpret_cast<std::uintptr_t>(view.data) % item == 0;
 }
 
-void take_values(TensorView& view, std::int64_t batch, std::vector<std::int64_t>& values) {
-  if (!is_readable(view, batch)) return;
-  values.reserve(static_cast<std::size_t>(batch));
-  for (std::int64_t b = 0; b < batch; ++b) values.push_back(read_integer(view, b));
-  view = contiguous_view(values.data(), DType::kInt64, batch);
+void take_values(TensorView& view, std::vector<std::int64_t>& values) {
+  if (!is_readable(view)) return;
+  const std::int64_t columns = view.rank == 2 ? view.shape[1] : 1;
+  values.reserve(static_cast<std::size_t>(view.shape[0] * columns));
+  for (std::int64_t i = 0; i < view.shape[0]; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) values.push_back(read_integer(view, i, j));
+  }
+  view = view.rank == 2 ? contiguous_view(values.data(), DType::kInt64, view.shape[0], columns)
+                        : contiguous_view(values.data(), DType::kInt64, view.shape[0]);
 }
 
 }  // namespace
 
 PerBatchValues::PerBatchValues(AttentionInputs& inputs) {
-  if (inputs.query.rank != 4) return;
-  take_values(inputs.q_offsets, inputs.query.shape[0], q_offsets_);
-  take_values(inputs.kv_lengths, inputs.query.shape[0], kv_lengths_);
+  auto values = values_.begin();
+  for (TensorView* view :
+       {&inputs.q_offsets, &inputs.kv_lengths, &inputs.cu_seqlens_q, &inputs.cu_seqlens_k,
+        &inputs.block_table, &inputs.kv_starts, &inputs.kv_batch_index}) {
+    take_values(*view, *values++);
+  }
 }
 
 }  // namespace flashattn

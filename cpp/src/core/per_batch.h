@@ -1,7 +1,9 @@
-// The per-batch integers of one call, read exactly once: what is validated is what is used, even
-// when another thread writes to the caller's arrays in the meantime.
+// The integers of one call that say where and how long its entries are, read exactly once: what is
+// validated is what is used, even when another thread writes to the caller's arrays in the
+// meantime.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -9,8 +11,9 @@
 
 namespace flashattn {
 
-// Points inputs.q_offsets and inputs.kv_lengths at copies of their values, which live as long as
-// this object. A view that make_problem will refuse stays as it is.
+// Points the integer arrays of `inputs` (q_offsets, kv_lengths, cu_seqlens, ...) at int64 copies of
+// their values, which live as long as this object. A view that make_problem will refuse stays as it
+// is.
 class PerBatchValues {
  public:
   explicit PerBatchValues(AttentionInputs& inputs);
@@ -18,8 +21,7 @@ class PerBatchValues {
   PerBatchValues& operator=(const PerBatchValues&) = delete;
 
  private:
-  std::vector<std::int64_t> q_offsets_;   // [batch]
-  std::vector<std::int64_t> kv_lengths_;  // [batch]
+  std::array<std::vector<std::int64_t>, 7> values_;  // one of each array
 };
 
 }  // namespace flashattn

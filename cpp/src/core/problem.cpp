@@ -8,14 +8,13 @@
 #include <string>
 
 #include "core/checks.h"
-#include "core/make_visibility.h"
+#include "core/problem_layout.h"
 #include "flashattn/error.h"
 
 namespace flashattn {
 
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 512;
 // Positions stay this far from kUnlimited so that no sum of a few of them can overflow.
 constexpr std::int64_t kMaxOffset = std::int64_t{1} << 59;
 
@@ -26,53 +25,6 @@ std::string number_text(double value) {
   text.erase(text.find_last_not_of('0') + 1);
   if (text.back() == '.') text.pop_back();
   return text;
-}
-
-bool is_floating(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
-         dtype == DType::kFloat64;
-}
-
-// Query, key and value: kinds, sizes that must agree, and the sizes of the problem.
-void read_shapes(const Checks& check, const AttentionInputs& in, AttentionProblem& problem) {
-  const NamedView query{"query", in.query};
-  const NamedView key{"key", in.key};
-  const NamedView value{"value", in.value};
-  for (const NamedView& arg : {query, key, value}) check.rank(arg, 4);
-
-  problem.dtype = in.query.dtype;
-  if (problem.dtype == DType::kFloat64 || !is_floating(problem.dtype)) {
-    check.fail_type("query.dtype", std::string(dtype_name(problem.dtype)),
-                    "be float32, float16 or bfloat16");
-  }
-  check.dtype_equal(key, "query.dtype", problem.dtype);
-  check.dtype_equal(value, "query.dtype", problem.dtype);
-
-  problem.device = in.query.device;
-  for (const NamedView& arg : {query, key, value}) check.memory(arg, problem.device);
-
-  const auto& q = in.query.shape;
-  const auto& k = in.key.shape;
-  const auto& v = in.value.shape;
-  check.equal("key.batch", k[0], "query.batch", q[0]);
-  check.equal("value.batch", v[0], "query.batch", q[0]);
-  check.equal("key.head_dim", k[3], "query.head_dim", q[3]);
-  check.equal("value.seqlen", v[1], "key.seqlen", k[1]);
-  check.equal("value.heads", v[2], "key.heads", k[2]);
-  check.between("query.head_dim", q[3], 1, kMaxHeadDim);
-  check.between("value.value_dim", v[3], 1, kMaxHeadDim);
-  if (k[2] < 1) check.fail_value("key.heads", std::to_string(k[2]), "be at least 1");
-  if (q[2] < 1 || q[2] % k[2] != 0) {
-    check.fail_value("query.heads", std::to_string(q[2]),
-                     "be a multiple of key.heads (" + std::to_string(k[2]) + ")");
-  }
-  problem.batch = q[0];
-  problem.seqlen_q = q[1];
-  problem.query_heads = q[2];
-  problem.head_dim = q[3];
-  problem.seqlen_k = k[1];
-  problem.kv_heads = k[2];
-  problem.value_dim = v[3];
 }
 
 void check_shard(const Checks& check, const DropoutShard& shard, const AttentionProblem& problem) {
@@ -188,27 +140,6 @@ void read_mask(const Checks& check, const TensorView& mask, AttentionProblem& pr
   problem.mask_dtype = mask.dtype;
 }
 
-// An int32 or int64 array of one value per batch entry, which the host reads: positions and lengths
-// decide what the kernels touch, so no value may reach a device unseen.
-void check_per_batch(const Checks& check, const NamedView& arg, const AttentionProblem& problem,
-                     std::int64_t low, std::int64_t high) {
-  const TensorView& view = arg.view;
-  if (view.dtype != DType::kInt32 && view.dtype != DType::kInt64) {
-    check.fail_type(std::string(arg.name) + ".dtype", std::string(dtype_name(view.dtype)),
-                    "be int32 or int64");
-  }
-  check.shape(arg, {problem.batch}, 1);
-  if (view.device != DeviceKind::kCpu) {
-    check.fail_value(std::string(arg.name) + ".device", "metal",
-                     "be cpu, also where the other arrays are not");
-  }
-  check.memory(arg, DeviceKind::kCpu);
-  for (std::int64_t b = 0; b < problem.batch; ++b) {
-    check.between(std::string(arg.name) + "[" + std::to_string(b) + "]", read_integer(view, b), low,
-                  high);
-  }
-}
-
 void read_optional_arrays(const Checks& check, const AttentionInputs& in,
                           AttentionProblem& problem) {
   read_mask(check, in.mask, problem);
@@ -233,10 +164,7 @@ void read_optional_arrays(const Checks& check, const AttentionInputs& in,
   if (in.q_offsets) {
     check_per_batch(check, {"q_offset", in.q_offsets}, problem, -kMaxOffset, kMaxOffset);
   }
-  if (in.kv_lengths) {
-    check_per_batch(check, {"kv_lengths", in.kv_lengths}, problem, 0, problem.seqlen_k);
-    problem.kv_lengths = true;
-  }
+  read_places(check, in, problem);
 }
 
 AttentionProblem problem_of_inputs(const Checks& check, const AttentionInputs& in,
@@ -248,16 +176,38 @@ AttentionProblem problem_of_inputs(const Checks& check, const AttentionInputs& i
   return problem;
 }
 
-// out, or dout: (batch, seqlen_q, query_heads, value_dim) in the problem's dtype.
+// out, or dout: (batch, seqlen_q, query_heads, value_dim) in the problem's dtype; (total_q,
+// query_heads, value_dim) for packed sequences.
 void check_out_shape(const Checks& check, const NamedView& arg, const AttentionProblem& problem) {
   check.dtype_equal(arg, "query.dtype", problem.dtype);
-  check.shape(arg, {problem.batch, problem.seqlen_q, problem.query_heads, problem.value_dim}, 4);
+  if (problem.packed) {
+    check.shape(arg, {problem.total_q, problem.query_heads, problem.value_dim}, 3);
+  } else {
+    check.shape(arg, {problem.batch, problem.seqlen_q, problem.query_heads, problem.value_dim}, 4);
+  }
 }
 
-// lse, or dlse: (batch, query_heads, seqlen_q) float32.
+// lse, or dlse: (batch, query_heads, seqlen_q) float32; (query_heads, total_q) for packed
+// sequences.
 void check_lse_shape(const Checks& check, const NamedView& arg, const AttentionProblem& problem) {
   check.dtype_equal(arg, "", DType::kFloat32);
-  check.shape(arg, {problem.batch, problem.query_heads, problem.seqlen_q}, 3);
+  if (problem.packed) {
+    check.shape(arg, {problem.query_heads, problem.total_q}, 2);
+  } else {
+    check.shape(arg, {problem.batch, problem.query_heads, problem.seqlen_q}, 3);
+  }
+}
+
+// What only reads a cache has no gradient.
+void check_has_gradient(const Checks& check, const AttentionInputs& in) {
+  const NamedView caches[] = {{"block_table", in.block_table},
+                              {"kv_starts", in.kv_starts},
+                              {"kv_batch_index", in.kv_batch_index}};
+  for (const NamedView& arg : caches) {
+    if (arg.view) {
+      check.fail_unsupported(arg.name, "given", "be absent: a cache has no gradient");
+    }
+  }
 }
 
 // A gradient that may be absent: its input's shape, writable.
@@ -307,8 +257,15 @@ void check_distinct(const Checks& check, std::initializer_list<NamedView> output
 }  // namespace
 
 AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOptions& options) {
-  const Checks check("attention");
+  return make_problem(tensors.inputs.cu_seqlens_q ? "attention_varlen" : "attention", tensors,
+                      options);
+}
+
+AttentionProblem make_problem(std::string_view function, const ForwardTensors& tensors,
+                              const AttentionOptions& options) {
+  const Checks check(function, Pass::kForward);
   AttentionProblem problem = problem_of_inputs(check, tensors.inputs, options);
+  problem.function = function;
   problem.pass = Pass::kForward;
   const NamedView out{"out", tensors.out};
   const NamedView lse{"lse", tensors.lse};
@@ -320,8 +277,11 @@ AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOpti
 }
 
 AttentionProblem make_problem(const BackwardTensors& tensors, const AttentionOptions& options) {
-  const Checks check("attention_backward");
+  const std::string_view function = tensors.inputs.cu_seqlens_q ? "attention_varlen" : "attention";
+  const Checks check(function, Pass::kBackward);
+  check_has_gradient(check, tensors.inputs);
   AttentionProblem problem = problem_of_inputs(check, tensors.inputs, options);
+  problem.function = function;
   problem.pass = Pass::kBackward;
   const NamedView out{"out", tensors.out};
   const NamedView lse{"lse", tensors.lse};

@@ -56,6 +56,10 @@ std::string to_string(const AttentionProblem& problem) {
   }
   if (problem.k_offset != 0) text += " k_offset=" + std::to_string(problem.k_offset);
   if (problem.kv_lengths) text += " kv_lengths";
+  if (problem.packed) text += " packed=" + pair_text(problem.total_q, problem.total_k);
+  if (problem.page_size != 0) text += " page_size=" + std::to_string(problem.page_size);
+  if (problem.kv_starts) text += " kv_starts";
+  if (problem.kv_batch_index) text += " kv_batch_index";
   return text;
 }
 

@@ -16,7 +16,7 @@ Support can_run(const Backend& backend, const AttentionProblem& problem) {
 }
 
 std::string prefix(const AttentionProblem& problem) {
-  return problem.pass == Pass::kBackward ? "attention_backward: " : "attention: ";
+  return std::string(problem.function) + (problem.pass == Pass::kBackward ? "_backward: " : ": ");
 }
 
 Backend& find_by_name(const std::vector<Backend*>& candidates, const AttentionProblem& problem,

@@ -71,8 +71,7 @@ static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::in
 
 FLASHATTN_INLINE const float* scalar_of(const RowScalars& table, std::int64_t batch,
                                         std::int64_t head, std::int64_t row) {
-  return table.data + batch * table.batch_stride + head * table.head_stride +
-         row * table.row_stride;
+  return table.head(batch, head) + row * table.row_stride;
 }
 
 // lse, and delta = rowsum(dO * O) - dlse. The row sum is taken in the order and the steps of

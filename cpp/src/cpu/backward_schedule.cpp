@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
+#include <vector>
 
 #include "cpu/scratch.h"
 
@@ -37,71 +39,105 @@ Interval whole_blocks(Interval keys) {
           ceil_div(keys.end, kBackwardBlockK) * kBackwardBlockK};
 }
 
-// One (batch, kv head) at a time on each thread, everything in that thread's scratch while it is
-// warm.
-void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool) {
-  const BackwardSizes sizes = kernels.sizes(job);
-  const std::int64_t heads = job.batch * job.kv_heads;
+// One (entry, kv head) at a time on each thread, everything in that thread's scratch while it is
+// warm. `entries` are batch indices.
+void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool,
+                     const std::vector<std::int64_t>& entries) {
+  const std::int64_t heads = std::ssize(entries) * job.kv_heads;
   const std::int64_t threads = pool.threads();
+  const auto entry_of = [&](std::int64_t index) {
+    return entries[static_cast<std::size_t>(index / job.kv_heads)];
+  };
   pool.parallel_for(heads, [&](std::int64_t index) {
+    const std::int64_t batch = entry_of(index);
+    const AttentionJob own = job_of_entry(job, batch);
+    const BackwardSizes sizes = kernels.sizes(own);
     std::byte* memory =
         thread_scratch(static_cast<std::size_t>(sizes.packed + sizes.sums + sizes.scratch));
-    const std::int64_t batch = index / job.kv_heads;
     const std::int64_t kv_head = index % job.kv_heads;
     const std::int64_t next = std::min(index + threads, heads - 1);
     const QueryBlocks blocks = query_subset(job.visibility[batch], 0, 1);
     const Interval keys = keys_of_blocks(job.visibility[batch], blocks);
     std::byte* sums = memory + sizes.packed;
-    kernels.pack_keys(job, batch, kv_head, whole_blocks(keys), memory);
-    kernels.accumulate(job, {.batch = batch,
+    kernels.pack_keys(own, batch, kv_head, whole_blocks(keys), memory);
+    kernels.accumulate(own, {.batch = batch,
                              .kv_head = kv_head,
                              .blocks = blocks,
                              .packed = memory,
                              .sums = sums,
                              .scratch = memory + sizes.packed + sizes.sums,
                              .whole_head = true,
-                             .next_batch = next / job.kv_heads,
+                             .next_batch = entry_of(next),
                              .next_kv_head = next % job.kv_heads});
     kernels.write_key_gradients(
-        job,
+        own,
         {.batch = batch, .kv_head = kv_head, .first = sums, .stride_bytes = sizes.sums, .count = 1},
-        {0, job.seqlen_k});
+        {0, own.seqlen_k});
   });
 }
 
-// Waves of heads. In each: pack the keys and values, run the subsets, add their sums.
+// Waves of heads. In each: pack the keys and values, run the subsets, add their sums. Every head
+// has the room and the number of subsets and key chunks that the largest needs; what is past a
+// head's own is skipped.
 class SplitRun {
  public:
-  SplitRun(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool)
-      : job_(job),
-        kernels_(kernels),
-        pool_(pool),
-        sizes_(kernels.sizes(job)),
-        subsets_(query_subsets(job)),
-        chunks_(ceil_div(job.seqlen_k, kKeyChunk)),
-        head_bytes_(sizes_.packed + subsets_ * sizes_.sums) {}
+  SplitRun(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool,
+           const std::vector<std::int64_t>& entries)
+      : job_(job), kernels_(kernels), pool_(pool), entries_(entries) {
+    for (const std::int64_t batch : entries) {
+      const AttentionJob own = job_of_entry(job, batch);
+      const BackwardSizes sizes = kernels.sizes(own);
+      const std::int64_t subsets = query_subsets(own);
+      subsets_ = std::max(subsets_, subsets);
+      chunks_ = std::max(chunks_, ceil_div(own.seqlen_k, kKeyChunk));
+      head_bytes_ = std::max(head_bytes_, sizes.packed + subsets * sizes.sums);
+    }
+  }
 
   void run() {
-    const std::int64_t heads = job_.batch * job_.kv_heads;
+    const std::int64_t heads = std::ssize(entries_) * job_.kv_heads;
     const std::int64_t per_wave = heads_per_wave();
     const Workspace workspace(static_cast<std::size_t>(per_wave * head_bytes_));
     for (std::int64_t first = 0; first < heads; first += per_wave) {
       const std::int64_t count = std::min(per_wave, heads - first);
       pool_.parallel_for(count * chunks_, [&](std::int64_t index) {
-        pack(first + index / chunks_, index % chunks_, slot(workspace, index / chunks_));
+        const Head head = head_at(first + index / chunks_, workspace, index / chunks_);
+        pack(head, index % chunks_);
       });
       // Descending subsets: under a causal mask the last of an interleaved division is the longest.
       pool_.parallel_for(count * subsets_, [&](std::int64_t index) {
-        accumulate(first + index % count, subsets_ - 1 - index / count,
-                   slot(workspace, index % count));
+        const Head head = head_at(first + index % count, workspace, index % count);
+        accumulate(head, subsets_ - 1 - index / count);
       });
       pool_.parallel_for(count * chunks_, [&](std::int64_t index) {
-        write(first + index / chunks_, index % chunks_, slot(workspace, index / chunks_));
+        const Head head = head_at(first + index / chunks_, workspace, index / chunks_);
+        write(head, index % chunks_);
       });
     }
   }
 
  private:
+  // One (entry, kv head) with its own sizes and its buffers.
+  struct Head {
+    AttentionJob job;
+    std::int64_t batch = 0;
+    std::int64_t kv_head = 0;
+    BackwardSizes sizes{};
+    std::int64_t subsets = 1;
+    std::byte* memory = nullptr;
+  };
+
+  Head head_at(std::int64_t number, const Workspace& workspace, std::int64_t slot) const {
+    const std::int64_t batch = entries_[static_cast<std::size_t>(number / job_.kv_heads)];
+    Head head{.job = job_of_entry(job_, batch),
+              .batch = batch,
+              .kv_head = number % job_.kv_heads,
+              .memory = workspace.data() + slot * head_bytes_};
+    head.sizes = kernels_.sizes(head.job);
+    head.subsets = query_subsets(head.job);
+    return head;
+  }
+
   std::int64_t heads_per_wave() const {
     const std::int64_t head_bytes = std::max<std::int64_t>(head_bytes_, 1);
     const std::int64_t threads = pool_.threads();
@@ -109,57 +145,56 @@ class SplitRun {
     const std::int64_t balancing = threads == 1 ? 1 : ceil_div(kTasksPerThread * threads, subsets_);
     const std::int64_t wanted =
         std::max({kCacheBytes / head_bytes, feeding, std::min(balancing, kWaveBytes / head_bytes)});
-    return std::min(wanted, job_.batch * job_.kv_heads);
+    return std::min(wanted, std::ssize(entries_) * job_.kv_heads);
   }
 
-  std::byte* slot(const Workspace& workspace, std::int64_t index) const {
-    return workspace.data() + index * head_bytes_;
-  }
-
-  Interval chunk_keys(std::int64_t chunk, std::int64_t limit) const {
+  static Interval chunk_keys(std::int64_t chunk, std::int64_t limit) {
     return {chunk * kKeyChunk, std::min((chunk + 1) * kKeyChunk, limit)};
   }
 
-  void pack(std::int64_t head, std::int64_t chunk, std::byte* memory) const {
-    const Interval all = whole_blocks(
-        keys_of_blocks(job_.visibility[head / job_.kv_heads],
-                       {.first = 0, .step = 1, .end = ceil_div(job_.seqlen_q, kBackwardBlockQ)}));
+  void pack(const Head& head, std::int64_t chunk) const {
+    const Interval all = whole_blocks(keys_of_blocks(
+        job_.visibility[head.batch],
+        {.first = 0, .step = 1, .end = ceil_div(head.job.seqlen_q, kBackwardBlockQ)}));
     Interval keys = chunk_keys(chunk, all.end);
     keys.begin = std::max(keys.begin, all.begin);
     if (keys.begin >= keys.end) return;
-    kernels_.pack_keys(job_, head / job_.kv_heads, head % job_.kv_heads, keys, memory);
+    kernels_.pack_keys(head.job, head.batch, head.kv_head, keys, head.memory);
   }
 
-  void accumulate(std::int64_t head, std::int64_t index, std::byte* memory) const {
-    const std::int64_t batch = head / job_.kv_heads;
-    kernels_.accumulate(job_, {.batch = batch,
-                               .kv_head = head % job_.kv_heads,
-                               .blocks = query_subset(job_.visibility[batch], index, subsets_),
-                               .packed = memory,
-                               .sums = memory + sizes_.packed + index * sizes_.sums,
-                               .scratch = thread_scratch(static_cast<std::size_t>(sizes_.scratch)),
-                               .next_batch = batch,
-                               .next_kv_head = head % job_.kv_heads});
+  void accumulate(const Head& head, std::int64_t index) const {
+    if (index >= head.subsets) return;
+    const auto scratch = static_cast<std::size_t>(head.sizes.scratch);
+    kernels_.accumulate(head.job,
+                        {.batch = head.batch,
+                         .kv_head = head.kv_head,
+                         .blocks = query_subset(job_.visibility[head.batch], index, head.subsets),
+                         .packed = head.memory,
+                         .sums = head.memory + head.sizes.packed + index * head.sizes.sums,
+                         .scratch = thread_scratch(scratch),
+                         .next_batch = head.batch,
+                         .next_kv_head = head.kv_head});
   }
 
-  void write(std::int64_t head, std::int64_t chunk, const std::byte* memory) const {
-    const std::int64_t batch = head / job_.kv_heads;
-    kernels_.write_key_gradients(job_,
-                                 {.batch = batch,
-                                  .kv_head = head % job_.kv_heads,
-                                  .first = memory + sizes_.packed,
-                                  .stride_bytes = sizes_.sums,
-                                  .count = subsets_},
-                                 chunk_keys(chunk, job_.seqlen_k));
+  void write(const Head& head, std::int64_t chunk) const {
+    const Interval keys = chunk_keys(chunk, head.job.seqlen_k);
+    if (keys.begin >= keys.end) return;
+    kernels_.write_key_gradients(head.job,
+                                 {.batch = head.batch,
+                                  .kv_head = head.kv_head,
+                                  .first = head.memory + head.sizes.packed,
+                                  .stride_bytes = head.sizes.sums,
+                                  .count = head.subsets},
+                                 keys);
   }
 
   const AttentionJob& job_;
   const BackwardKernels& kernels_;
   ThreadPool& pool_;
-  const BackwardSizes sizes_;
-  const std::int64_t subsets_;
-  const std::int64_t chunks_;
-  const std::int64_t head_bytes_;
+  const std::vector<std::int64_t>& entries_;
+  std::int64_t subsets_ = 1;     // the most
+  std::int64_t chunks_ = 0;      // likewise
+  std::int64_t head_bytes_ = 0;  // likewise
 };
 
 }  // namespace
@@ -192,11 +227,13 @@ Interval keys_of_blocks(const Visibility& visibility, const QueryBlocks& blocks)
 
 void run_backward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
   if (job.batch == 0 || job.kv_heads == 0) return;
-  if (query_subsets(job) == 1) {
-    run_whole_heads(job, kernels.backward, pool);
-  } else {
-    SplitRun(job, kernels.backward, pool).run();
+  std::vector<std::int64_t> whole;
+  std::vector<std::int64_t> split;
+  for (std::int64_t b = 0; b < job.batch; ++b) {
+    (query_subsets(job_of_entry(job, b)) == 1 ? whole : split).push_back(b);
   }
+  if (!whole.empty()) run_whole_heads(job, kernels.backward, pool, whole);
+  if (!split.empty()) SplitRun(job, kernels.backward, pool, split).run();
 }
 
 }  // namespace flashattn::cpu

@@ -51,8 +51,47 @@ HeadScalars head_scalars(const TensorView& view) {
           .head_stride = stride_of(view, heads)};
 }
 
+// What the host works out about the entries of a call; outlives the job that points at it.
+struct EntryTables {
+  EntryTables(const AttentionProblem& problem, const AttentionInputs& inputs)
+      : visibility(make_visibilities(problem, inputs)), entries(make_entries(problem, inputs)) {}
+
+  RowPlaces places(bool of_keys) const {
+    return {.entries = entries.empty() ? nullptr : entries.data(), .of_keys = of_keys};
+  }
+
+  std::vector<Visibility> visibility;
+  std::vector<Entry> entries;  // empty: the call is not ragged
+};
+
+RowTensor query_rows(const TensorView& view, const EntryTables& tables) {
+  RowTensor rows = row_tensor(view);
+  rows.places = tables.places(false);
+  return rows;
+}
+
+RowTensor key_rows(const TensorView& view, const EntryTables& tables) {
+  RowTensor rows = row_tensor(view);
+  rows.places = tables.places(true);
+  return rows;
+}
+
+RowScalars query_scalars(const TensorView& view, const EntryTables& tables) {
+  RowScalars scalars = row_scalars(view);
+  scalars.places = tables.places(false);
+  return scalars;
+}
+
+// Of key or value: the block table, [batch][max_pages] int64 since PerBatchValues.
+void set_pages(const AttentionProblem& problem, const AttentionInputs& inputs, RowTensor& rows) {
+  if (problem.page_size == 0) return;
+  rows.pages = static_cast<const std::int64_t*>(inputs.block_table.data);
+  rows.pages_stride = inputs.block_table.shape[1];
+  rows.page_rows = problem.page_size;
+}
+
 AttentionJob job_of(const AttentionProblem& problem, const AttentionInputs& inputs,
-                    const std::vector<Visibility>& visibility) {
+                    const EntryTables& tables) {
   AttentionJob job;
   job.dtype = problem.dtype;
   job.batch = problem.batch;
@@ -64,10 +103,13 @@ AttentionJob job_of(const AttentionProblem& problem, const AttentionInputs& inpu
   job.head_dim = problem.head_dim;
   job.value_dim = problem.value_dim;
   job.scale = problem.scale;
-  job.visibility = visibility.data();
-  job.query = row_tensor(inputs.query);
-  job.key = row_tensor(inputs.key);
-  job.value = row_tensor(inputs.value);
+  job.visibility = tables.visibility.data();
+  job.entries = tables.places(false).entries;
+  job.query = query_rows(inputs.query, tables);
+  job.key = key_rows(inputs.key, tables);
+  job.value = key_rows(inputs.value, tables);
+  set_pages(problem, inputs, job.key);
+  set_pages(problem, inputs, job.value);
   job.softcap = problem.softcap;
   job.slopes = head_scalars(inputs.alibi_slopes);
   job.sinks = head_scalars(inputs.sinks);
@@ -143,8 +185,8 @@ Support CpuBackend::available() const {
 }
 
 std::vector<std::string> CpuBackend::features() const {
-  return {"forward",   "backward", "float32", "float16",  "bfloat16", "gqa",
-          "value_dim", "causal",   "window",  "q_offset", "k_offset", "kv_lengths"};
+  return {"forward", "backward", "float32",  "float16",  "bfloat16",   "gqa",    "value_dim",
+          "causal",  "window",   "q_offset", "k_offset", "kv_lengths", "varlen", "block_table"};
 }
 
 Support CpuBackend::supports(const AttentionProblem& problem) const {
@@ -167,22 +209,23 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
 void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
   const AttentionInputs& in = tensors.inputs;
   count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse});
+  if (problem.packed) {
+    fill_zero(rows_past(tensors.out, 1, in.cu_seqlens_q));
+    fill_minus_infinity(rows_past(tensors.lse, 2, in.cu_seqlens_q));
+  }
   if (problem.batch == 0 || problem.seqlen_q == 0) return;
   if (problem.seqlen_k == 0) {
     fill_zero(tensors.out);
     fill_minus_infinity(tensors.lse);
     return;
   }
-  const std::vector<Visibility> visibility = make_visibilities(problem, in);
-  AttentionJob job = job_of(problem, in, visibility);
-  job.out = row_tensor(tensors.out);
-  job.lse = row_scalars(tensors.lse);
+  const EntryTables tables(problem, in);
+  AttentionJob job = job_of(problem, in, tables);
+  job.out = query_rows(tensors.out, tables);
+  job.lse = query_scalars(tensors.lse, tables);
   const CpuKernels& kernels = active_kernels();
-  if (prefers_decode(job)) {
-    run_decode(job, kernels, ThreadPool::global());
-  } else {
-    run_forward(job, kernels, ThreadPool::global());
-  }
+  run_decode(job, kernels, ThreadPool::global());
+  run_forward(job, kernels, ThreadPool::global());
 }
 
 void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
@@ -193,15 +236,21 @@ void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors
     for (const TensorView& gradient : {tensors.dq, tensors.dk, tensors.dv}) fill_zero(gradient);
     return;
   }
-  const std::vector<Visibility> visibility = make_visibilities(problem, in);
-  AttentionJob job = job_of(problem, in, visibility);
-  job.out = row_tensor(tensors.out);
-  job.lse = row_scalars(tensors.lse);
-  job.dout = row_tensor(tensors.dout);
-  job.dlse = row_scalars(tensors.dlse);
-  job.dq = row_tensor(tensors.dq);
-  job.dk = row_tensor(tensors.dk);
-  job.dv = row_tensor(tensors.dv);
+  if (problem.packed) {
+    fill_zero(rows_past(tensors.dq, 1, in.cu_seqlens_q));
+    for (const TensorView& view : {tensors.dk, tensors.dv}) {
+      fill_zero(rows_past(view, 1, in.cu_seqlens_k));
+    }
+  }
+  const EntryTables tables(problem, in);
+  AttentionJob job = job_of(problem, in, tables);
+  job.out = query_rows(tensors.out, tables);
+  job.lse = query_scalars(tensors.lse, tables);
+  job.dout = query_rows(tensors.dout, tables);
+  job.dlse = query_scalars(tensors.dlse, tables);
+  job.dq = query_rows(tensors.dq, tables);
+  job.dk = key_rows(tensors.dk, tables);
+  job.dv = key_rows(tensors.dv, tables);
   run_backward(job, active_kernels(), ThreadPool::global());
 }
 

@@ -24,19 +24,23 @@ FLASHATTN_INLINE void from_tailed(float* row, const TailedDim& dim) {
                     static_cast<std::size_t>(dim.rest()) * sizeof(float));
 }
 
-// Keys or values of one block as contiguous rows: in place where they are, else copied element by
-// element to `copy`.
+// Keys or values of one block as contiguous rows: in place where they are, else (scattered
+// elements, several pages) copied to `copy`.
 template <DType dtype>
 FLASHATTN_INLINE TileRows contiguous_block(const Rows& rows, Interval block, std::int64_t dim,
                                            float* copy, std::ptrdiff_t ahead) {
-  if (rows.contiguous_rows()) {
+  if (rows.contiguous_rows() && rows.in_one_run(block.begin, block.end)) {
     return {.base = rows.row(block.begin), .row_bytes = rows.row_bytes, .ahead = ahead};
   }
   constexpr std::ptrdiff_t item = dtype == DType::kFloat32 ? 4 : 2;
   const std::ptrdiff_t row_bytes = decode_padded(dim) * item;
   char* to = reinterpret_cast<char*>(copy);
   for (std::int64_t k = block.begin; k < block.end; ++k, to += row_bytes) {
-    copy_strided<dtype>(rows.row(k), rows.dim_bytes, to, item, dim);
+    if (rows.contiguous_rows()) {
+      __builtin_memcpy(to, rows.row(k), static_cast<std::size_t>(dim * item));
+    } else {
+      copy_strided<dtype>(rows.row(k), rows.dim_bytes, to, item, dim);
+    }
   }
   return {.base = reinterpret_cast<const char*>(copy), .row_bytes = row_bytes};
 }
@@ -103,8 +107,14 @@ FLASHATTN_INLINE void decode_heads_in_turn(const DecodeChunk& task, const Decode
     const std::int64_t next_head = last_head ? heads.begin - h : 1;
     const std::int64_t next_key = last_head ? block.end - block.begin : 0;
     const bool last = last_head && block.end == task.key_end;
-    const auto ahead = [&](const RowTensor& tensor) {
-      return last ? 0 : (next_head * tensor.head_stride + next_key * tensor.row_stride) * item;
+    const auto ahead = [&](const RowTensor& tensor) -> std::ptrdiff_t {
+      if (last) return 0;
+      const std::ptrdiff_t to_head = next_head * tensor.head_stride * item;
+      if (tensor.pages == nullptr || next_key == 0) {
+        return to_head + next_key * tensor.row_stride * item;
+      }
+      const Rows rows = rows_of(tensor, dtype, task.batch, h);
+      return to_head + (rows.row(block.end) - rows.row(block.begin));
     };
     const TileRows keys = contiguous_block<dtype>(rows_of(job.key, dtype, task.batch, h), block,
                                                   job.head_dim, scratch.key_copy, ahead(job.key));
@@ -162,8 +172,11 @@ static void decode_chunk_typed(const DecodeChunk& task) {
     for (; block.begin < task.key_end; block.begin = block.end) {
       block.end = (block.begin / kDecodeBlockKeys + 1) * kDecodeBlockKeys;
       if (block.end > task.key_end) block.end = task.key_end;
-      if (linear && job.visibility[task.batch].tile(0, job.seqlen_q, block.begin, block.end) ==
-                        TileVisibility::kAll) {
+      const bool in_place = key_rows.in_one_run(block.begin, block.end) &&
+                            value_rows.in_one_run(block.begin, block.end);
+      if (linear && in_place &&
+          job.visibility[task.batch].tile(0, job.seqlen_q, block.begin, block.end) ==
+              TileVisibility::kAll) {
         decode_linear_block<dtype>(first, rows,
                                    head_rows_of<dtype>(job.key, task.batch, heads, block.begin),
                                    head_rows_of<dtype>(job.value, task.batch, heads, block.begin),
@@ -213,8 +226,8 @@ FLASHATTN_INLINE void decode_merge_row(const DecodeMerge& task, const TailedDim&
   }
   from_tailed(acc, dim);
   narrow_row<dtype>(acc, job.value_dim, out.row(i), out.dim_bytes);
-  job.lse.data[task.batch * job.lse.batch_stride + task.head * job.lse.head_stride +
-               i * job.lse.row_stride] = dead ? -kInfinity : base * kLn2 + __builtin_logf(sum);
+  job.lse.head(task.batch, task.head)[i * job.lse.row_stride] =
+      dead ? -kInfinity : base * kLn2 + __builtin_logf(sum);
 }
 
 template <DType dtype>

@@ -26,11 +26,14 @@ constexpr std::int64_t kMinTaskBytes = std::int64_t{128} << 10;
 
 std::int64_t divide_up(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
 
-// The keys of one batch entry and its place in the numbering of chunks.
-struct Entry {
-  Interval keys;
+// The keys of one batch entry, and the place of its chunks and partial results among all.
+struct EntryWork {
+  std::int64_t batch = 0;
+  Interval keys{};
   std::int64_t first_chunk = 0;  // in the call
   std::int64_t chunks = 0;
+  std::int64_t first_float = 0;     // of its partial results
+  std::int64_t partial_floats = 0;  // of one chunk
 
   Interval chunk(std::int64_t index) const {
     const std::int64_t begin = (keys.begin / kDecodeChunkKeys + index) * kDecodeChunkKeys;
@@ -38,18 +41,31 @@ struct Entry {
   }
 };
 
-std::vector<Entry> entries_of(const AttentionJob& job) {
-  std::vector<Entry> entries(static_cast<std::size_t>(job.batch));
+EntryWork work_of(const AttentionJob& job, std::int64_t batch) {
+  EntryWork entry{.batch = batch};
+  entry.keys = job.visibility[batch].keys_of_rows(0, entry_seqlen_q(job, batch));
+  entry.partial_floats = decode_partial_floats(job_of_entry(job, batch));
+  if (entry.keys.begin < entry.keys.end) {
+    entry.chunks =
+        divide_up(entry.keys.end, kDecodeChunkKeys) - entry.keys.begin / kDecodeChunkKeys;
+  }
+  return entry;
+}
+
+// The entries that are decode's.
+std::vector<EntryWork> entries_of(const AttentionJob& job) {
+  std::vector<EntryWork> entries;
   std::int64_t chunks = 0;
+  std::int64_t floats = 0;
   for (std::int64_t b = 0; b < job.batch; ++b) {
-    Entry& entry = entries[static_cast<std::size_t>(b)];
-    entry.keys = job.visibility[b].keys_of_rows(0, job.seqlen_q);
+    const std::int64_t rows = entry_seqlen_q(job, b);
+    if (rows == 0 || !prefers_decode(job, rows)) continue;
+    EntryWork entry = work_of(job, b);
     entry.first_chunk = chunks;
-    if (entry.keys.begin < entry.keys.end) {
-      entry.chunks =
-          divide_up(entry.keys.end, kDecodeChunkKeys) - entry.keys.begin / kDecodeChunkKeys;
-    }
+    entry.first_float = floats;
     chunks += entry.chunks;
+    floats += entry.chunks * entry.partial_floats;
+    entries.push_back(entry);
   }
   return entries;
 }
@@ -79,61 +95,66 @@ void grouped_for(ThreadPool& pool, std::int64_t count, std::int64_t per_body, co
 
 }  // namespace
 
-bool prefers_decode(const AttentionJob& job) {
-  return job.seqlen_q <= kMaxSeqlenQ && job.seqlen_q * job.heads_per_kv <= kMaxRowsPerKey;
+bool prefers_decode(const AttentionJob& job, std::int64_t seqlen_q) {
+  return seqlen_q <= kMaxSeqlenQ && seqlen_q * job.heads_per_kv <= kMaxRowsPerKey;
 }
 
 void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
-  const std::vector<Entry> entries = entries_of(job);
-  const std::int64_t chunks = entries.back().first_chunk + entries.back().chunks;
+  const std::vector<EntryWork> entries = entries_of(job);
+  if (entries.empty()) return;
+  const EntryWork& last = entries.back();
+  const std::int64_t chunks = last.first_chunk + last.chunks;
   const std::int64_t groups = head_groups(job, chunks, pool.threads());
   const std::int64_t heads_per_group = divide_up(job.kv_heads, groups);
-  const std::int64_t partial_floats = decode_partial_floats(job);
-  const Workspace workspace(static_cast<std::size_t>(chunks * partial_floats) * sizeof(float));
+  const std::int64_t floats = last.first_float + last.chunks * last.partial_floats;
+  const Workspace workspace(static_cast<std::size_t>(floats) * sizeof(float));
   float* partials = reinterpret_cast<float*>(workspace.data());
 
   const std::int64_t item = static_cast<std::int64_t>(item_size(job.dtype));
   const std::int64_t row_bytes = (job.head_dim + job.value_dim) * item;
   std::int64_t keys = 0;
-  for (const Entry& entry : entries) keys += entry.keys.end - entry.keys.begin;
+  for (const EntryWork& entry : entries) keys += entry.keys.end - entry.keys.begin;
   const std::int64_t tasks = chunks * groups;
   const std::int64_t task_bytes =
       tasks == 0 ? 1 : std::max<std::int64_t>(1, keys * job.kv_heads * row_bytes / tasks);
   grouped_for(pool, tasks, divide_up(kMinTaskBytes, task_bytes), [&](std::int64_t task) {
     const std::int64_t chunk = task / groups;
-    const std::int64_t group = task % groups;
-    const auto entry = std::prev(std::upper_bound(
-        entries.begin(), entries.end(), chunk,
-        [](std::int64_t index, const Entry& candidate) { return index < candidate.first_chunk; }));
-    const Interval range = entry->chunk(chunk - entry->first_chunk);
-    const std::int64_t head = group * heads_per_group;
-    const auto floats = static_cast<std::size_t>(decode_scratch_floats(job));
+    const EntryWork& entry = *std::prev(std::upper_bound(
+        entries.begin(), entries.end(), chunk, [](std::int64_t index, const EntryWork& candidate) {
+          return index < candidate.first_chunk;
+        }));
+    const std::int64_t index = chunk - entry.first_chunk;
+    const std::int64_t head = task % groups * heads_per_group;
+    const AttentionJob own = job_of_entry(job, entry.batch);
+    const auto scratch = static_cast<std::size_t>(decode_scratch_floats(own));
     kernels.decode.chunk(
-        {.job = &job,
-         .batch = entry - entries.begin(),
-         .key_begin = range.begin,
-         .key_end = range.end,
+        {.job = &own,
+         .batch = entry.batch,
+         .key_begin = entry.chunk(index).begin,
+         .key_end = entry.chunk(index).end,
          .kv_head_begin = std::min(head, job.kv_heads),
          .kv_head_end = std::min(head + heads_per_group, job.kv_heads),
-         .partial = decode_partial_at(job, partials + chunk * partial_floats),
-         .scratch = reinterpret_cast<float*>(thread_scratch(floats * sizeof(float)))});
+         .partial =
+             decode_partial_at(own, partials + entry.first_float + index * entry.partial_floats),
+         .scratch = reinterpret_cast<float*>(thread_scratch(scratch * sizeof(float)))});
   });
 
   // What a head's merge reads, and at least its output.
+  const auto count = static_cast<std::int64_t>(entries.size());
   const std::int64_t merge_bytes =
-      job.seqlen_q * job.value_dim * 4 * (1 + chunks / std::max<std::int64_t>(1, job.batch));
-  grouped_for(pool, job.batch * job.query_heads, divide_up(kMinTaskBytes, merge_bytes),
+      divide_up(floats, count * job.query_heads) * 4 + job.seqlen_q * job.value_dim * 4;
+  grouped_for(pool, count * job.query_heads, divide_up(kMinTaskBytes, merge_bytes),
               [&](std::int64_t index) {
-                const std::int64_t b = index / job.query_heads;
-                const Entry& entry = entries[static_cast<std::size_t>(b)];
-                const auto floats = static_cast<std::size_t>(decode_padded(job.value_dim));
+                const EntryWork& entry = entries[static_cast<std::size_t>(index / job.query_heads)];
+                const AttentionJob own = job_of_entry(job, entry.batch);
+                const auto scratch = static_cast<std::size_t>(decode_padded(job.value_dim));
                 kernels.decode.merge(
-                    {.job = &job,
-                     .batch = b,
+                    {.job = &own,
+                     .batch = entry.batch,
                      .head = index % job.query_heads,
-                     .partials = partials + entry.first_chunk * partial_floats,
+                     .partials = partials + entry.first_float,
                      .chunks = entry.chunks,
-                     .scratch = reinterpret_cast<float*>(thread_scratch(floats * sizeof(float)))});
+                     .scratch = reinterpret_cast<float*>(thread_scratch(scratch * sizeof(float)))});
               });
 }
 

@@ -9,11 +9,13 @@
 
 namespace flashattn::cpu {
 
-// Whether decode computes this forward call, or the lane kernel of forward.h does. A function of
-// what one row's result may depend on: never of the batch, the number of keys or threads.
-bool prefers_decode(const AttentionJob& job);
+// Whether decode computes the rows of an entry of `seqlen_q` queries in a forward call, or the lane
+// kernel of forward.h does. A function of what one row's result may depend on: never of the batch,
+// the number of keys or threads.
+bool prefers_decode(const AttentionJob& job, std::int64_t seqlen_q);
 
-// Writes job.out and job.lse. Bitwise the same for any pool and any batch mates.
+// Writes job.out and job.lse of the entries that decode computes. Bitwise the same for any pool and
+// any batch mates.
 void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool);
 
 }  // namespace flashattn::cpu

@@ -10,10 +10,11 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 // A walk over the cache lines of up to four runs of rows.
 class Prefetcher {
  public:
-  // Rows [begin, end) of dim elements each. Rows of scattered elements are not worth the lines.
+  // Rows [begin, end) of dim elements each. Scattered elements are not worth the lines,
+  // and pages not the looking up.
   FLASHATTN_INLINE void add(const Rows& rows, std::int64_t begin, std::int64_t end,
                             std::int64_t dim) {
-    if (begin >= end || !rows.contiguous_rows()) return;
+    if (begin >= end || !rows.contiguous_rows() || rows.pages != nullptr) return;
     Run& run = runs_[count_++];
     run = {.row = rows.row(begin),
            .row_bytes = rows.row_bytes,

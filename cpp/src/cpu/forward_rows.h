@@ -85,8 +85,7 @@ FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& tas
                                  const QueryRows& rows, const BlockScratch<Unit>& scratch) {
   const Rows out = rows_of(job.out, job.dtype, task.batch, task.head);
   const std::ptrdiff_t head_bytes = job.out.head_stride * out.item_bytes();
-  float* const lse =
-      job.lse.data + task.batch * job.lse.batch_stride + task.head * job.lse.head_stride;
+  float* const lse = job.lse.head(task.batch, task.head);
   for (int lane = 0; lane < rows.count; lane += kLanes) {
     const Vec row_sum = load(scratch.row_sum + lane);
     alignas(64) float row_lse[kLanes];

@@ -4,14 +4,27 @@
 // it).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "core/entry.h"
+#include "core/inline.h"
 #include "core/mask_tiles.h"
 #include "core/philox.h"
 #include "core/visibility.h"
 #include "flashattn/tensor.h"
 
 namespace flashattn::cpu {
+
+// Where the rows of each entry of a tensor begin. Without entries: at row 0 of batch index b.
+struct RowPlaces {
+  const Entry* entries = nullptr;  // [batch]
+  bool of_keys = false;            // the place is Entry::key, else Entry::query
+
+  FLASHATTN_INLINE const RowPlace& operator[](std::int64_t entry) const {
+    return of_keys ? entries[entry].key : entries[entry].query;
+  }
+};
 
 // One 4-D tensor as (batch, head, row) -> row of `dim` elements. Strides are in elements and may be
 // zero or negative; dim_stride 1 is the fast case. data is null for a tensor that is absent.
@@ -21,6 +34,21 @@ struct RowTensor {
   std::int64_t head_stride = 0;
   std::int64_t row_stride = 0;
   std::int64_t dim_stride = 1;
+  RowPlaces places{};
+  // Pages: row r of an entry whose place is (t, s) is row (s + r) % page_rows of batch index
+  // pages[t * pages_stride + (s + r) / page_rows]. null: rows lie one row_stride apart.
+  const std::int64_t* pages = nullptr;
+  std::int64_t pages_stride = 0;
+  std::int64_t page_rows = 0;
+
+  // In elements, of row 0 of an entry; of pages, of row 0 of the first page.
+  FLASHATTN_INLINE std::int64_t offset(std::int64_t entry, std::int64_t head) const {
+    std::int64_t at = head * head_stride;
+    if (pages != nullptr) return at;
+    if (places.entries == nullptr) return at + entry * batch_stride;
+    const RowPlace& place = places[entry];
+    return at + place.batch * batch_stride + place.row * row_stride;
+  }
 };
 
 // One (batch, query head, query row) float32 table: lse, dlse.
@@ -29,6 +57,15 @@ struct RowScalars {
   std::int64_t batch_stride = 0;
   std::int64_t head_stride = 0;
   std::int64_t row_stride = 1;
+  RowPlaces places{};
+
+  // Row 0 of an entry's head; rows follow row_stride apart.
+  FLASHATTN_INLINE float* head(std::int64_t entry, std::int64_t query_head) const {
+    float* at = data + query_head * head_stride;
+    if (places.entries == nullptr) return at + entry * batch_stride;
+    const RowPlace& place = places[entry];
+    return at + place.batch * batch_stride + place.row * row_stride;
+  }
 };
 
 // One float32 per query head, and per batch entry where batch_stride is not 0: ALiBi slopes, sinks.
@@ -42,7 +79,8 @@ struct HeadScalars {
   }
 };
 
-// Everything a forward, backward or decode kernel needs to know about the call.
+// Everything a forward, backward or decode kernel needs to know about the call, or of a ragged call
+// about one entry: then seqlen_q and seqlen_k are that entry's, and `batch` still numbers all.
 struct AttentionJob {
   // Of query, key, value, out and the gradients: float32, float16, bfloat16.
   DType dtype = DType::kFloat32;
@@ -56,6 +94,7 @@ struct AttentionJob {
   std::int64_t value_dim = 0;
   float scale = 1.0F;
   const Visibility* visibility = nullptr;  // [batch]
+  const Entry* entries = nullptr;          // [batch], or null: all are alike
 
   RowTensor query, key, value, out;
   RowScalars lse;
@@ -76,6 +115,22 @@ struct AttentionJob {
 FLASHATTN_INLINE bool has_modifiers(const AttentionJob& job) {
   return job.softcap != 0.0F || job.slopes.data != nullptr || job.sinks.data != nullptr ||
          job.mask.data != nullptr || job.dropout.threshold != 0;
+}
+
+FLASHATTN_INLINE std::int64_t entry_seqlen_q(const AttentionJob& job, std::int64_t entry) {
+  return job.entries == nullptr ? job.seqlen_q : job.entries[entry].seqlen_q;
+}
+
+FLASHATTN_INLINE std::int64_t entry_seqlen_k(const AttentionJob& job, std::int64_t entry) {
+  return job.entries == nullptr ? job.seqlen_k : job.entries[entry].seqlen_k;
+}
+
+// The job as the kernels of one entry see it.
+FLASHATTN_INLINE AttentionJob job_of_entry(const AttentionJob& job, std::int64_t entry) {
+  AttentionJob own = job;
+  own.seqlen_q = entry_seqlen_q(job, entry);
+  own.seqlen_k = entry_seqlen_k(job, entry);
+  return own;
 }
 
 }  // namespace flashattn::cpu

@@ -7,27 +7,56 @@
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
-// The rows of one (batch, head): row r starts at base + r * row_bytes, its elements lie dim_bytes
-// apart.
+// The rows of one (entry, head): row r starts at base + r * row_bytes, its elements lie dim_bytes
+// apart. Of pages, row r is row (first_row + r) % page_rows of page pages[(first_row + r) /
+// page_rows], and page 0 starts at base.
+struct Rows;
+FLASHATTN_NOINLINE char* paged_row(const Rows& rows, std::int64_t r);
+
 struct Rows {
   char* base = nullptr;
   std::ptrdiff_t row_bytes = 0;
   std::ptrdiff_t dim_bytes = 0;
   DType dtype = DType::kFloat32;
+  const std::int64_t* pages = nullptr;
+  std::ptrdiff_t page_bytes = 0;
+  std::int64_t page_rows = 1;
+  std::int64_t first_row = 0;
 
-  FLASHATTN_INLINE char* row(std::int64_t r) const { return base + r * row_bytes; }
+  FLASHATTN_INLINE char* row(std::int64_t r) const {
+    if (pages != nullptr) return paged_row(*this, r);
+    return base + r * row_bytes;
+  }
+  // Whether rows [begin, end) lie row_bytes apart.
+  FLASHATTN_INLINE bool in_one_run(std::int64_t begin, std::int64_t end) const {
+    return pages == nullptr || (first_row + begin) / page_rows == (first_row + end - 1) / page_rows;
+  }
   FLASHATTN_INLINE std::ptrdiff_t item_bytes() const { return dtype == DType::kFloat32 ? 4 : 2; }
   FLASHATTN_INLINE bool contiguous_rows() const { return dim_bytes == item_bytes(); }
 };
 
+// Apart from row(), where its two divisions would weigh on calls without pages.
+FLASHATTN_NOINLINE char* paged_row(const Rows& rows, std::int64_t r) {
+  const std::int64_t at = rows.first_row + r;
+  return rows.base + rows.pages[at / rows.page_rows] * rows.page_bytes +
+         at % rows.page_rows * rows.row_bytes;
+}
+
 FLASHATTN_INLINE Rows rows_of(const RowTensor& tensor, DType dtype, std::int64_t batch,
                               std::int64_t head) {
   const std::ptrdiff_t item = dtype == DType::kFloat32 ? 4 : 2;
-  const std::int64_t first = batch * tensor.batch_stride + head * tensor.head_stride;
-  return {.base = static_cast<char*>(tensor.data) + first * item,
-          .row_bytes = tensor.row_stride * item,
-          .dim_bytes = tensor.dim_stride * item,
-          .dtype = dtype};
+  Rows rows{.base = static_cast<char*>(tensor.data) + tensor.offset(batch, head) * item,
+            .row_bytes = tensor.row_stride * item,
+            .dim_bytes = tensor.dim_stride * item,
+            .dtype = dtype};
+  if (tensor.pages != nullptr) {
+    const RowPlace& place = tensor.places[batch];
+    rows.pages = tensor.pages + place.batch * tensor.pages_stride;
+    rows.page_bytes = tensor.batch_stride * item;
+    rows.page_rows = tensor.page_rows;
+    rows.first_row = place.row;
+  }
+  return rows;
 }
 
 // kLanes contiguous elements as float32.
@@ -164,7 +193,8 @@ FLASHATTN_INLINE bool all_finite_bf16(const std::uint16_t* row, std::int64_t dim
 // Touches the cache lines of `count` rows ahead of their use.
 FLASHATTN_INLINE void prefetch_rows(const Rows& rows, std::int64_t first, std::int64_t count,
                                     std::int64_t dim) {
-  if (!rows.contiguous_rows()) return;
+  // Rows past the last, which a hint may name, have no page.
+  if (!rows.contiguous_rows() || rows.pages != nullptr) return;
   const std::int64_t bytes = dim * rows.item_bytes();
   for (std::int64_t r = first; r < first + count; ++r) {
     for (std::int64_t offset = 0; offset < bytes; offset += 64)

@@ -151,6 +151,10 @@ Support supports(const AttentionProblem& problem, const DeviceFacts& facts) {
     return no(std::string(option) + " is not implemented yet by the metal backend");
   };
   if (facts.apple_family < 7) return no("simdgroup matrices need Apple GPU family 7 (M1) or later");
+  if (problem.packed) return missing("attention_varlen");
+  if (problem.page_size != 0) return missing("block_table");
+  if (problem.kv_starts) return missing("leftpad");
+  if (problem.kv_batch_index) return missing("cache_batch_idx");
   if (problem.softcap != 0.0F) return missing("softcap");
   if (problem.mask != MaskKind::kNone) return missing("mask");
   if (problem.alibi) return missing("alibi_slopes");
