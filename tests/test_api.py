@@ -54,6 +54,8 @@ def test_public_names() -> None:
         "attention",
         "attention_backward",
         "attention_forward",
+        "attention_varlen",
+        "attention_varlen_backward",
         "backends",
         "copy_stats",
         "empty",

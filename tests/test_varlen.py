@@ -293,8 +293,8 @@ def test_other_refusals() -> None:
     fa = _fa()
     query, key, value = _arrays()
     cu_q, cu_k = [0, 4, 10], [0, 5, 14]
+    mask = np.zeros((1, 1, 6, 9), np.float32)
     with pytest.raises(NotImplementedError, match=r"mask .* packed sequences"):
-        mask = np.zeros((1, 1, 6, 9), np.float32)
         fa.attention_varlen(query, key, value, cu_q, cu_k, mask=mask)
     with pytest.raises(ValueError, match="layout"):
         fa.attention_varlen(query, key, value, cu_q, cu_k, layout="bhsd")
