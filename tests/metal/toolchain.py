@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ZIGLANG = "ziglang==0.17.1"
@@ -59,8 +60,17 @@ def zig_executable() -> Path:
     return Path(ziglang.__file__).parent / "zig"
 
 
+def has_sanitizers(compiler: str) -> bool:
+    """Whether it links a program with AddressSanitizer; Debian packs those apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler, "-fsanitize=address,undefined", "-x", "c++", "-", "-o", f"{folder}/a"]
+        program = "#include <string>\nint main() { return std::string().size() != 0; }"
+        linked = subprocess.run(command, input=program, capture_output=True, text=True)
+    return linked.returncode == 0
+
+
 def system_clang() -> Path | None:
-    """The newest clang++ on the path that is new enough, or None."""
+    """The newest clang++ on the path that is new enough and has its sanitizers, or None."""
     for version in ("", *(f"-{number}" for number in range(30, OLDEST_CLANG - 1, -1))):
         found = shutil.which(f"clang++{version}")
         if found is None:
@@ -69,7 +79,7 @@ def system_clang() -> Path | None:
             [found, "--version"], capture_output=True, text=True, check=True
         ).stdout
         match = re.search(r"clang version (\d+)", text)
-        if match and int(match.group(1)) >= OLDEST_CLANG:
+        if match and int(match.group(1)) >= OLDEST_CLANG and has_sanitizers(found):
             return Path(found)
     return None
 
@@ -92,7 +102,7 @@ def link_system_clang(directory: Path) -> Path:
     """Write directory/bin/{clang,clang++} that start an installed clang."""
     compiler = system_clang()
     if compiler is None:
-        raise SystemExit(f"toolchain: no clang++ >= {OLDEST_CLANG} is installed")
+        raise SystemExit(f"toolchain: no clang++ >= {OLDEST_CLANG} with sanitizers is installed")
     binaries = directory.absolute() / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
     c_compiler = compiler.with_name(compiler.name.replace("clang++", "clang"))
