@@ -17,12 +17,14 @@ struct Classified {
   std::vector<TileVisibility> memory;
 };
 
-Classified classify(const TensorView& view, const MaskTileSizes& sizes) {
+Classified classify(const TensorView& view, const MaskTileSizes& sizes,
+                    Interval keys = {0, kUnlimited}) {
   const ScoreMask mask = score_mask_of(view);
   Classified made{.tiles = mask_tiles_of(mask, sizes), .memory = {}};
   made.memory.resize(static_cast<std::size_t>(made.tiles.bytes()));
   made.tiles.data = made.memory.data();
-  for (std::int64_t s = 0; s < made.tiles.strips(); ++s) classify_mask_tiles(mask, made.tiles, s);
+  for (std::int64_t s = 0; s < made.tiles.strips(); ++s)
+    classify_mask_tiles(mask, made.tiles, s, keys);
   return made;
 }
 
@@ -129,6 +131,16 @@ BOOST_AUTO_TEST_CASE(backwards_and_scattered_elements) {
       {.batch = 1, .query_heads = 1, .seqlen_q = 8, .seqlen_k = 8, .tile_rows = 4, .tile_keys = 8});
   BOOST_TEST((made.memory[0] == TileVisibility::kNone));
   BOOST_TEST((made.memory[1] == TileVisibility::kAll));
+}
+
+BOOST_AUTO_TEST_CASE(keys_that_nobody_sees_are_not_read) {
+  std::vector<std::uint8_t> items(2 * 12, 1);
+  const MaskTileSizes sizes{
+      .batch = 1, .query_heads = 1, .seqlen_q = 2, .seqlen_k = 12, .tile_rows = 2, .tile_keys = 3};
+  const Classified made =
+      classify(contiguous_view(items.data(), DType::kBool, 2, 12), sizes, {5, 7});
+  using enum TileVisibility;
+  BOOST_TEST((made.memory == std::vector{kMixed, kAll, kAll, kMixed}));
 }
 
 BOOST_AUTO_TEST_CASE(only_masks_with_rows_and_keys_are_dense) {

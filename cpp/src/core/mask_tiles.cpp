@@ -55,7 +55,8 @@ TileVisibility class_of_tile(const char* first, std::int64_t row_bytes, std::int
 }
 
 template <class Elements>
-void classify_strip(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t strip) {
+void classify_strip(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t strip,
+                    Interval keys) {
   constexpr auto item = static_cast<std::int64_t>(sizeof(typename Elements::Item));
   const std::int64_t plane = strip / tiles.row_tiles();
   const std::int64_t row = strip % tiles.row_tiles() * tiles.tile_rows;
@@ -66,6 +67,10 @@ void classify_strip(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t 
   TileVisibility* const to = tiles.data + strip * tiles.key_tiles();
   for (std::int64_t t = 0; t < tiles.key_tiles(); ++t) {
     const std::int64_t key = t * tiles.tile_keys;
+    if (key + tiles.tile_keys <= keys.begin || key >= keys.end) {
+      to[t] = TileVisibility::kMixed;
+      continue;
+    }
     to[t] = class_of_tile<Elements>(first + key * mask.key_stride * item, mask.row_stride * item,
                                     mask.key_stride * item, rows,
                                     std::min(tiles.tile_keys, tiles.seqlen_k - key));
@@ -103,21 +108,24 @@ MaskTiles mask_tiles_of(const ScoreMask& mask, const MaskTileSizes& sizes) {
           .head_step = mask.head_stride == 0 ? 0 : 1};
 }
 
-void classify_mask_tiles(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t strip) {
+void classify_mask_tiles(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t strip,
+                         Interval keys) {
   switch (mask.dtype) {
     case DType::kFloat16:
-      return classify_strip<FloatElements<std::uint16_t, 0xfc00U, 0x7fffU>>(mask, tiles, strip);
+      return classify_strip<FloatElements<std::uint16_t, 0xfc00U, 0x7fffU>>(mask, tiles, strip,
+                                                                            keys);
     case DType::kBFloat16:
-      return classify_strip<FloatElements<std::uint16_t, 0xff80U, 0x7fffU>>(mask, tiles, strip);
+      return classify_strip<FloatElements<std::uint16_t, 0xff80U, 0x7fffU>>(mask, tiles, strip,
+                                                                            keys);
     case DType::kFloat64:
       return classify_strip<
-          FloatElements<std::uint64_t, 0xfff0'0000'0000'0000U, 0x7fff'ffff'ffff'ffffU>>(mask, tiles,
-                                                                                        strip);
+          FloatElements<std::uint64_t, 0xfff0'0000'0000'0000U, 0x7fff'ffff'ffff'ffffU>>(
+          mask, tiles, strip, keys);
     case DType::kFloat32:
       return classify_strip<FloatElements<std::uint32_t, 0xff80'0000U, 0x7fff'ffffU>>(mask, tiles,
-                                                                                      strip);
+                                                                                      strip, keys);
     default:
-      return classify_strip<BoolElements>(mask, tiles, strip);
+      return classify_strip<BoolElements>(mask, tiles, strip, keys);
   }
 }
 

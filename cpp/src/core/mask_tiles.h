@@ -89,7 +89,9 @@ FLASHATTN_INLINE bool is_dense(const ScoreMask& mask) {
 // The classes' shape, without memory: the caller allocates bytes() and sets data.
 MaskTiles mask_tiles_of(const ScoreMask& mask, const MaskTileSizes& sizes);
 
-// Fills row `strip` of tiles; strips are independent, so that any number of threads may share them.
-void classify_mask_tiles(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t strip);
+// Fills row `strip` of tiles as far as they hold some of `keys`; the others are not read and count
+// as mixed. Strips are independent, so that any number of threads may share them.
+void classify_mask_tiles(const ScoreMask& mask, const MaskTiles& tiles, std::int64_t strip,
+                         Interval keys);
 
 }  // namespace flashattn

@@ -149,10 +149,23 @@ void fill_zero(const TensorView& view) {
   }
 }
 
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
 void fill_minus_infinity(const TensorView& view) {
   auto* items = static_cast<float*>(view.data);
-  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   for_each_element(view, [&](std::int64_t at) { items[at] = kMinusInfinity; });
+}
+
+// The lse of a call in which no row sees a key: the head's sink, or -inf. (batch, heads, rows).
+void fill_lse_without_keys(const TensorView& lse, const TensorView& sinks) {
+  if (!sinks) return fill_minus_infinity(lse);
+  const HeadScalars sink = head_scalars(sinks);
+  TensorView head = lse;
+  head.shape[1] = 1;
+  for (std::int64_t h = 0; h < lse.shape[1]; ++h) {
+    auto* const items = static_cast<float*>(lse.data) + h * lse.stride[1];
+    for_each_element(head, [&](std::int64_t at) { items[at] = sink.at(0, h); });
+  }
 }
 
 std::uint64_t bytes_of(const TensorView& view) {
@@ -198,6 +211,7 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
     return {.ok = false,
             .reason = "seqlen_k is too large for the cpu backend (2^31 - 129 at most)"};
   }
+  if (problem.pass == Pass::kForward) return {.ok = true, .reason = ""};
   if (problem.mask != MaskKind::kNone) return missing("mask");
   if (problem.softcap != 0.0F) return missing("softcap");
   if (problem.alibi) return missing("alibi_slopes");
@@ -209,16 +223,16 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
 void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
   const AttentionInputs& in = tensors.inputs;
   count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse});
+  const bool empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
+  if (empty) {
+    fill_zero(tensors.out);
+    fill_lse_without_keys(tensors.lse, in.sinks);
+  }
   if (problem.packed) {
     fill_zero(rows_past(tensors.out, 1, in.cu_seqlens_q));
     fill_minus_infinity(rows_past(tensors.lse, 2, in.cu_seqlens_q));
   }
-  if (problem.batch == 0 || problem.seqlen_q == 0) return;
-  if (problem.seqlen_k == 0) {
-    fill_zero(tensors.out);
-    fill_minus_infinity(tensors.lse);
-    return;
-  }
+  if (empty) return;
   const EntryTables tables(problem, in);
   AttentionJob job = job_of(problem, in, tables);
   job.out = query_rows(tensors.out, tables);

@@ -76,7 +76,7 @@ FLASHATTN_INLINE void decode_start(const DecodeChunk& task, const TailedDim& hea
         to_tailed(q + row * q_stride, head_dim);
       }
       for (std::int64_t d = 0; d < acc_stride; ++d) task.partial.acc[row * acc_stride + d] = 0.0F;
-      task.partial.max_log2[row] = -kInfinity;
+      task.partial.max[row] = -kInfinity;
       task.partial.sum[row] = 0.0F;
     }
   }
@@ -88,14 +88,15 @@ FLASHATTN_INLINE DecodeHead decode_head(const DecodeChunk& task, const DecodeHea
   const std::int64_t row = h * task.job->heads_per_kv * task.job->seqlen_q;
   DecodeHead head = shared;
   head.q = q + row * head.q_stride;
+  head.kv_head = h;
   head.partial = {.acc = task.partial.acc + row * head.acc_stride,
-                  .max_log2 = task.partial.max_log2 + row,
+                  .max = task.partial.max + row,
                   .sum = task.partial.sum + row};
   return head;
 }
 
 // Kv heads [heads.begin, heads.end) against the keys of `block`, one head after another.
-template <DType dtype>
+template <DType dtype, bool modified>
 FLASHATTN_INLINE void decode_heads_in_turn(const DecodeChunk& task, const DecodeHead& shared,
                                            Interval heads, Interval block,
                                            const DecodeScratch& scratch) {
@@ -121,8 +122,8 @@ FLASHATTN_INLINE void decode_heads_in_turn(const DecodeChunk& task, const Decode
     const TileRows values =
         contiguous_block<dtype>(rows_of(job.value, dtype, task.batch, h), block, job.value_dim,
                                 scratch.value_copy, ahead(job.value));
-    decode_head_block<dtype>(job, task.batch, decode_head(task, shared, scratch.q, h), block, keys,
-                             values);
+    decode_head_block<dtype, modified>(job, task.batch, decode_head(task, shared, scratch.q, h),
+                                       block, keys, values);
   }
 }
 
@@ -144,20 +145,30 @@ FLASHATTN_INLINE bool heads_share_rows(const RowTensor& tensor) {
          std::int64_t{__builtin_llabs(tensor.row_stride)};
 }
 
+template <bool modified>
+FLASHATTN_INLINE float decode_score_scale(const AttentionJob& job) {
+  if (!modified) return job.scale * kLog2E;
+  return job.softcap != 0.0F ? 1.0F : job.scale;
+}
+
 // for each group of kv heads that lie side by side:
 //   for each block of kDecodeBlockKeys keys of the chunk:
-//     S = scale * Q K^T; P = 2^(S - max), rescaling acc and sum when max moved; acc += P V
-template <DType dtype>
+//     S = scale * Q K^T, modified; P = exp(S - max), rescaling acc and sum when max moved; acc += P
+//     V
+template <DType dtype, bool modified>
 static void decode_chunk_typed(const DecodeChunk& task) {
   const AttentionJob& job = *task.job;
   const std::int64_t rows = job.heads_per_kv * job.seqlen_q;
   const DecodeScratch scratch = decode_scratch_at(job, task.scratch);
+  DecodeModifiers modifiers;
+  if constexpr (modified) modifiers = decode_modifiers(job, task.batch);
   const DecodeHead shared{.q_in_pairs = decode_in_pairs(job),
                           .q_stride = decode_padded(job.head_dim),
                           .head_dim = tailed(job.head_dim),
                           .value_dim = tailed(job.value_dim),
-                          .log2_scale = job.scale * kLog2E,
-                          .acc_stride = decode_padded(job.value_dim)};
+                          .score_scale = decode_score_scale<modified>(job),
+                          .acc_stride = decode_padded(job.value_dim),
+                          .modifiers = modified ? &modifiers : nullptr};
   decode_start<dtype>(task, shared.head_dim, scratch.q);
   const Rows key_rows = rows_of(job.key, dtype, task.batch, 0);
   const Rows value_rows = rows_of(job.value, dtype, task.batch, 0);
@@ -172,46 +183,58 @@ static void decode_chunk_typed(const DecodeChunk& task) {
     for (; block.begin < task.key_end; block.begin = block.end) {
       block.end = (block.begin / kDecodeBlockKeys + 1) * kDecodeBlockKeys;
       if (block.end > task.key_end) block.end = task.key_end;
+      TileVisibility mask = TileVisibility::kAll;
+      if constexpr (modified) mask = decode_mask_class(modifiers, heads, block);
+      if (mask == TileVisibility::kNone) continue;
+      const TileVisibility seen =
+          job.visibility[task.batch].tile(0, job.seqlen_q, block.begin, block.end);
       const bool in_place = key_rows.in_one_run(block.begin, block.end) &&
                             value_rows.in_one_run(block.begin, block.end);
-      if (linear && in_place &&
-          job.visibility[task.batch].tile(0, job.seqlen_q, block.begin, block.end) ==
-              TileVisibility::kAll) {
-        decode_linear_block<dtype>(first, rows,
-                                   head_rows_of<dtype>(job.key, task.batch, heads, block.begin),
-                                   head_rows_of<dtype>(job.value, task.batch, heads, block.begin),
-                                   block.end - block.begin, scratch);
+      if (linear && in_place && seen == TileVisibility::kAll && mask == TileVisibility::kAll) {
+        decode_linear_block<dtype, modified>(
+            first, rows, head_rows_of<dtype>(job.key, task.batch, heads, block.begin),
+            head_rows_of<dtype>(job.value, task.batch, heads, block.begin), block, scratch);
       } else {
-        decode_heads_in_turn<dtype>(task, shared, heads, block, scratch);
+        decode_heads_in_turn<dtype, modified>(task, shared, heads, block, scratch);
       }
     }
   }
 }
 
-// out = sum over chunks c of w_c acc_c / sum over c of w_c sum_c with w_c = 2^(max_c - max), chunks
-// in ascending order; lse = ln 2 * max + ln(sum). A row without a visible key gets out 0 and lse
-// -inf.
-template <DType dtype>
+// What a row's merge starts with: its sink's score, or none.
+template <bool modified>
+FLASHATTN_INLINE float decode_sink(const DecodeMerge& task) {
+  const AttentionJob& job = *task.job;
+  if (!modified || job.sinks.data == nullptr) return -kInfinity;
+  return job.sinks.at(task.batch, task.head);
+}
+
+// out = sum over chunks c of w_c acc_c / sum over c of w_c sum_c with w_c = exp(max_c - max),
+// chunks in ascending order, a sink before them; lse = max + log(sum). A row without weights gets
+// out 0 and lse -inf.
+template <DType dtype, bool modified>
 FLASHATTN_INLINE void decode_merge_row(const DecodeMerge& task, const TailedDim& dim,
                                        std::int64_t i, const Rows& out) {
   const AttentionJob& job = *task.job;
+  constexpr float kUnit = kScoreUnit<modified>;
   const std::int64_t row = task.head * job.seqlen_q + i;
   const std::int64_t stride = decode_padded(job.value_dim);
   const std::int64_t chunk_floats = decode_partial_floats(job);
   // decode_partial_at takes writable memory; nothing is written through it here.
   float* partials = const_cast<float*>(task.partials);
-  float largest = -kInfinity;
+  const float sink = decode_sink<modified>(task);
+  float largest = sink;
   for (std::int64_t c = 0; c < task.chunks; ++c) {
-    const float max_c = decode_partial_at(job, partials + c * chunk_floats).max_log2[row];
+    const float max_c = decode_partial_at(job, partials + c * chunk_floats).max[row];
     if (!(max_c <= largest)) largest = max_c;
   }
   const float base = largest == -kInfinity ? 0.0F : largest;
   float* acc = task.scratch;
   for (std::int64_t d = 0; d < stride; ++d) acc[d] = 0.0F;
-  float sum = 0.0F;
+  float sum = modified ? exp2_of((sink - base) * kUnit) : 0.0F;
   for (std::int64_t c = 0; c < task.chunks; ++c) {
     const DecodePartial partial = decode_partial_at(job, partials + c * chunk_floats);
-    const float weight = exp2_of(partial.max_log2[row] - base);
+    const float weight = exp2_of((partial.max[row] - base) * kUnit);
     sum += weight * partial.sum[row];
     const Vec weights = broadcast(weight);
     for (std::int64_t d = 0; d < stride; d += kLanes) {
@@ -220,43 +243,58 @@ FLASHATTN_INLINE void decode_merge_row(const DecodeMerge& task, const TailedDim&
   }
   // A row without weights gives 0, whatever it met on the way.
   const bool dead = sum == 0.0F;
-  const Vec inverse = broadcast(1.0F / sum);
+  const Vec inverse = broadcast((modified ? job.dropout.keep_scale : 1.0F) / sum);
   for (std::int64_t d = 0; d < stride; d += kLanes) {
     store(acc + d, dead ? Vec{} : load(acc + d) * inverse);
   }
   from_tailed(acc, dim);
   narrow_row<dtype>(acc, job.value_dim, out.row(i), out.dim_bytes);
+  const float natural = modified ? base : base * kLn2;
   job.lse.head(task.batch, task.head)[i * job.lse.row_stride] =
-      dead ? -kInfinity : base * kLn2 + __builtin_logf(sum);
+      dead ? -kInfinity : natural + __builtin_logf(sum);
 }
 
-template <DType dtype>
+template <DType dtype, bool modified>
 static void decode_merge_typed(const DecodeMerge& task) {
   const TailedDim dim = tailed(task.job->value_dim);
   const Rows out = rows_of(task.job->out, dtype, task.batch, task.head);
-  for (std::int64_t i = 0; i < task.job->seqlen_q; ++i) decode_merge_row<dtype>(task, dim, i, out);
+  for (std::int64_t i = 0; i < task.job->seqlen_q; ++i) {
+    decode_merge_row<dtype, modified>(task, dim, i, out);
+  }
+}
+
+template <bool modified>
+static void decode_chunk_of(const DecodeChunk& task) {
+  switch (task.job->dtype) {
+    case DType::kFloat16:
+      return decode_chunk_typed<DType::kFloat16, modified>(task);
+    case DType::kBFloat16:
+      return decode_chunk_typed<DType::kBFloat16, modified>(task);
+    default:
+      return decode_chunk_typed<DType::kFloat32, modified>(task);
+  }
+}
+
+template <bool modified>
+static void decode_merge_of(const DecodeMerge& task) {
+  switch (task.job->dtype) {
+    case DType::kFloat16:
+      return decode_merge_typed<DType::kFloat16, modified>(task);
+    case DType::kBFloat16:
+      return decode_merge_typed<DType::kBFloat16, modified>(task);
+    default:
+      return decode_merge_typed<DType::kFloat32, modified>(task);
+  }
 }
 
 static void decode_chunk(const DecodeChunk& task) {
-  switch (task.job->dtype) {
-    case DType::kFloat16:
-      return decode_chunk_typed<DType::kFloat16>(task);
-    case DType::kBFloat16:
-      return decode_chunk_typed<DType::kBFloat16>(task);
-    default:
-      return decode_chunk_typed<DType::kFloat32>(task);
-  }
+  if (has_modifiers(*task.job)) return decode_chunk_of<true>(task);
+  decode_chunk_of<false>(task);
 }
 
 static void decode_merge(const DecodeMerge& task) {
-  switch (task.job->dtype) {
-    case DType::kFloat16:
-      return decode_merge_typed<DType::kFloat16>(task);
-    case DType::kBFloat16:
-      return decode_merge_typed<DType::kBFloat16>(task);
-    default:
-      return decode_merge_typed<DType::kFloat32>(task);
-  }
+  if (has_modifiers(*task.job)) return decode_merge_of<true>(task);
+  decode_merge_of<false>(task);
 }
 
 constexpr DecodeKernels kDecodeKernels = {.chunk = decode_chunk, .merge = decode_merge};

@@ -225,49 +225,64 @@ FLASHATTN_NOINLINE void decode_linear_values(const HeadFloats& p, std::int64_t r
 }
 
 // Query rows [row, row + rows) of each of some kv heads, the first of which is `first`, against a
-// block of `count` keys that all of them see.
-template <DType dtype, int rows>
+// block of keys that all of them see, mask included.
+template <DType dtype, bool modified, int rows>
 FLASHATTN_INLINE void decode_linear_rows(const DecodeHead& first, std::int64_t head_rows,
                                          std::int64_t row, const HeadRows& keys,
-                                         const HeadRows& values, std::int64_t count, float* scores,
-                                         float* sums) {
+                                         const HeadRows& values, Interval block,
+                                         const DecodeScratch& scratch) {
+  const std::int64_t count = block.end - block.begin;
   // HeadFloats holds writable memory; nothing is written through q.
   const HeadFloats q{const_cast<float*>(first.q), head_rows * first.q_stride, first.q_stride};
-  const HeadFloats s{scores, head_rows * kDecodeScoreStride, kDecodeScoreStride};
+  const HeadFloats s{scratch.scores, head_rows * kDecodeScoreStride, kDecodeScoreStride};
   const HeadFloats acc{first.partial.acc, head_rows * first.acc_stride, first.acc_stride};
 #if defined(FLASHATTN_HAS_BF16_DOT)
   if (dtype == DType::kBFloat16 && first.q_in_pairs) {
-    decode_linear_scores<PairDot, rows>(q, row, first.head_dim, first.log2_scale, keys, count, s);
+    decode_linear_scores<PairDot, rows>(q, row, first.head_dim, first.score_scale, keys, count, s);
   } else
 #endif
   {
-    decode_linear_scores<WidenedDot<dtype>, rows>(q, row, first.head_dim, first.log2_scale, keys,
+    decode_linear_scores<WidenedDot<dtype>, rows>(q, row, first.head_dim, first.score_scale, keys,
                                                   count, s);
   }
   for (std::int64_t head = 0; head < keys.heads; ++head) {
     for (std::int64_t r = row; r < row + rows; ++r) {
       const std::int64_t at = head * head_rows + r;
-      decode_softmax(s.row(head, r), count, first.partial.max_log2 + at, first.partial.sum + at,
-                     acc.row(head, r), first.acc_stride);
+      float* const p = s.row(head, r);
+      const auto softmax = [&] {
+        decode_softmax<modified>(p, count, first.partial.max + at, first.partial.sum + at,
+                                 acc.row(head, r), first.acc_stride);
+      };
+      if constexpr (modified) {
+        const DecodeModifiers& m = *first.modifiers;
+        const DecodeRowKeys keys_of_row{.row = decode_place(*m.job, first.kv_head + head, r),
+                                        .key = block.begin,
+                                        .count = count};
+        decode_modify(m, keys_of_row, nullptr, p);
+        softmax();
+        if (m.job->dropout.threshold != 0) decode_drop(m, keys_of_row, p);
+      } else {
+        softmax();
+      }
     }
   }
   decode_linear_values<dtype, rows>(s, row, values, count, first.value_dim,
-                                    {sums, acc.head_stride, acc.row_stride}, acc);
+                                    {scratch.sums, acc.head_stride, acc.row_stride}, acc);
 }
 
-template <DType dtype>
+template <DType dtype, bool modified>
 FLASHATTN_INLINE void decode_linear_block(const DecodeHead& first, std::int64_t head_rows,
                                           const HeadRows& keys, const HeadRows& values,
-                                          std::int64_t count, const DecodeScratch& scratch) {
+                                          Interval block, const DecodeScratch& scratch) {
   for (std::int64_t row = 0; row < head_rows;) {
     const std::int64_t left = head_rows - row;
     const std::int64_t tile = left >= 4 ? 4 : left >= 2 ? 2 : 1;
     const auto run = [&](auto linear_rows) {
-      linear_rows(first, head_rows, row, keys, values, count, scratch.scores, scratch.sums);
+      linear_rows(first, head_rows, row, keys, values, block, scratch);
     };
-    if (tile == 4) run(decode_linear_rows<dtype, 4>);
-    if (tile == 2) run(decode_linear_rows<dtype, 2>);
-    if (tile == 1) run(decode_linear_rows<dtype, 1>);
+    if (tile == 4) run(decode_linear_rows<dtype, modified, 4>);
+    if (tile == 2) run(decode_linear_rows<dtype, modified, 2>);
+    if (tile == 1) run(decode_linear_rows<dtype, modified, 1>);
     row += tile;
   }
 }

@@ -26,13 +26,12 @@ FLASHATTN_INLINE std::int64_t decode_padded(std::int64_t dim) {
 
 // The partial result of some query rows over one chunk. A row is (kv head, query head in its group,
 // query row), row = (kv_head * heads_per_kv + head_in_group) * seqlen_q + i, for all kv heads of
-// the batch entry.
+// the batch entry. Scores are in units of log 2 without modifiers and in natural units with them.
 struct DecodePartial {
   float* acc =
-      nullptr;  // [rows][decode_padded(value_dim)]: sum over keys of 2^(score - max) * value
-  float* max_log2 =
-      nullptr;  // [rows]: the largest score, in units of log 2; -inf when no key is visible
-  float* sum = nullptr;  // [rows]: sum over keys of 2^(score - max)
+      nullptr;  // [rows][decode_padded(value_dim)]: sum over keys of exp(score - max) * value
+  float* max = nullptr;  // [rows]: the largest score; -inf when no key is visible
+  float* sum = nullptr;  // [rows]: sum over keys of exp(score - max), before dropout
 };
 
 struct DecodeChunk {
@@ -64,10 +63,10 @@ FLASHATTN_INLINE std::int64_t decode_partial_floats(const AttentionJob& job) {
   return decode_rows(job) * (decode_padded(job.value_dim) + 2);
 }
 
-// One partial's arrays in memory: acc, then max_log2, then sum.
+// One partial's arrays in memory: acc, then max, then sum.
 FLASHATTN_INLINE DecodePartial decode_partial_at(const AttentionJob& job, float* base) {
-  float* max_log2 = base + decode_rows(job) * decode_padded(job.value_dim);
-  return {.acc = base, .max_log2 = max_log2, .sum = max_log2 + decode_rows(job)};
+  float* max = base + decode_rows(job) * decode_padded(job.value_dim);
+  return {.acc = base, .max = max, .sum = max + decode_rows(job)};
 }
 
 // The float32 scratch of a chunk, in this order.

@@ -35,8 +35,12 @@ static void forward_pack(const AttentionJob& job, std::int64_t batch, std::int64
 }
 
 static void forward_rows(const AttentionJob& job, const ForwardTask& task) {
-  if (uses_bf16_pairs(job)) return forward_block<Bf16PairUnit>(job, task);
-  forward_block<Float32Unit>(job, task);
+  if (has_modifiers(job)) {
+    if (uses_bf16_pairs(job)) return forward_block<Bf16PairUnit, true>(job, task);
+    return forward_block<Float32Unit, true>(job, task);
+  }
+  if (uses_bf16_pairs(job)) return forward_block<Bf16PairUnit, false>(job, task);
+  forward_block<Float32Unit, false>(job, task);
 }
 
 constexpr ForwardKernels kForwardKernels = {.block_q = kBlockQ,

@@ -2,6 +2,7 @@
 // arrays lie in the buffers that the schedule hands out. No code that computes attention.
 #pragma once
 
+#include "cpu/modifiers.h"
 #include "cpu/pack.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
@@ -76,6 +77,7 @@ struct BlockScratch {
   float* block_max = nullptr;  // row_max including the keys of this step
   float* rescale = nullptr;    // 2^(old row_max_log2 - new)
   float* staging = nullptr;    // rows on their way into Q, or one row of V
+  float* bias = nullptr;       // [kBiasKeys], where the call has modifiers
 
   // Without a base only the size holds.
   FLASHATTN_INLINE BlockScratch(const AttentionJob& job, void* base) {
@@ -83,7 +85,9 @@ struct BlockScratch {
     constexpr std::int64_t kPairRows = Unit::kElements == 2 ? kBlockK / 2 : 0;
     const std::int64_t rows = units + round_up(job.value_dim, kLanes) + kBlockK + kPairRows + 5;
     const std::int64_t staged = units * kBlockQ;
-    floats = rows * kBlockQ + (staged > job.value_dim ? staged : job.value_dim);
+    const std::int64_t staging_floats = staged > job.value_dim ? staged : job.value_dim;
+    const std::int64_t bias_rows = has_modifiers(job) ? kBiasKeys : 0;
+    floats = (rows + bias_rows) * kBlockQ + staging_floats;
     if (base == nullptr) return;
     Q = static_cast<float*>(base);
     O = Q + units * kBlockQ;
@@ -94,7 +98,8 @@ struct BlockScratch {
     row_sum = row_max_log2 + kBlockQ;
     block_max = row_sum + kBlockQ;
     rescale = block_max + kBlockQ;
-    staging = rescale + kBlockQ;
+    bias = rescale + kBlockQ;
+    staging = bias + bias_rows * kBlockQ;
   }
 };
 

@@ -52,18 +52,23 @@ FLASHATTN_INLINE float make_scale_positive(float scale, float* Q, std::int64_t c
   return scale < 0.0F ? -scale * kLog2E : 1.0F;
 }
 
-// One vector of rows of out, row i to to[i], i < count. O^T is divided by row_sum and transposed
-// kLanes dimensions at a time. A row whose sum is 0 gets 0, whatever its O.
+// What a row of O is multiplied by: 1 / row_sum, and where weights were dropped the scale of those
+// that stayed. A row whose sum is 0 gets 0, whatever its O.
+struct RowFactor {
+  Vec factor;
+  VecI dead;
+};
+
+// One vector of rows of out, row i to to[i], i < count. O^T is multiplied and transposed kLanes
+// dimensions at a time.
 template <DType dtype>
-static void write_out(const float* O, Vec row_sum, std::int64_t value_dim,
+static void write_out(const float* O, RowFactor row, std::int64_t value_dim,
                       char* const (&to)[kLanes], std::int64_t count, std::ptrdiff_t dim_bytes) {
   constexpr std::ptrdiff_t item = dtype == DType::kFloat32 ? 4 : 2;
-  const VecI dead = row_sum == Vec{};
-  const Vec factor = broadcast(1.0F) / row_sum;
   for (std::int64_t d = 0; d < value_dim; d += kLanes, O += kLanes * kBlockQ) {
     Vec r[kLanes];
     FLASHATTN_UNROLL for (int i = 0; i < kLanes; ++i) r[i] =
-        select(dead, Vec{}, load(O + i * kBlockQ) * factor);
+        select(row.dead, Vec{}, load(O + i * kBlockQ) * row.factor);
     transpose(r);
     if (count >= kLanes && d + kLanes <= value_dim && dim_bytes == item) {
       FLASHATTN_UNROLL for (int i = 0; i < kLanes; ++i) narrow<dtype>(to[i] + d * item, r[i]);
@@ -80,7 +85,7 @@ static void write_out(const float* O, Vec row_sum, std::int64_t value_dim,
 
 // out = O / row_sum and lse. A row without weights, because it sees no key or because all that it
 // sees score -inf, has row_sum 0: it gives 0 and -inf.
-template <class Unit>
+template <class Unit, bool modified>
 FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& task,
                                  const QueryRows& rows, const BlockScratch<Unit>& scratch) {
   const Rows out = rows_of(job.out, job.dtype, task.batch, task.head);
@@ -89,7 +94,12 @@ FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& tas
   for (int lane = 0; lane < rows.count; lane += kLanes) {
     const Vec row_sum = load(scratch.row_sum + lane);
     alignas(64) float row_lse[kLanes];
-    store(row_lse, load(scratch.row_max_log2 + lane) * broadcast(kLn2) + log(row_sum));
+    // The modified kernel's maximum is in natural units, and exactly the sink where no key is seen.
+    const Vec max = modified ? load(scratch.row_max + lane)
+                             : load(scratch.row_max_log2 + lane) * broadcast(kLn2);
+    store(row_lse, max + log(row_sum));
+    const float kept = modified ? job.dropout.keep_scale : 1.0F;
+    const RowFactor row{.factor = broadcast(kept) / row_sum, .dead = row_sum == Vec{}};
     const std::int64_t count = rows.count - lane;
     char* to[kLanes] = {};
     for (int i = 0; i < kLanes && i < count; ++i) {
@@ -100,11 +110,11 @@ FLASHATTN_INLINE void write_rows(const AttentionJob& job, const ForwardTask& tas
     }
     const float* const O = scratch.O + lane;
     if (job.dtype == DType::kFloat32) {
-      write_out<DType::kFloat32>(O, row_sum, job.value_dim, to, count, out.dim_bytes);
+      write_out<DType::kFloat32>(O, row, job.value_dim, to, count, out.dim_bytes);
     } else if (job.dtype == DType::kFloat16) {
-      write_out<DType::kFloat16>(O, row_sum, job.value_dim, to, count, out.dim_bytes);
+      write_out<DType::kFloat16>(O, row, job.value_dim, to, count, out.dim_bytes);
     } else {
-      write_out<DType::kBFloat16>(O, row_sum, job.value_dim, to, count, out.dim_bytes);
+      write_out<DType::kBFloat16>(O, row, job.value_dim, to, count, out.dim_bytes);
     }
   }
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/decode_schedule.h"
+#include "cpu/mask_classes.h"
 #include "cpu/scratch.h"
 
 namespace flashattn::cpu {
@@ -269,7 +270,11 @@ class ForwardRun {
 }  // namespace
 
 void run_forward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
-  ForwardRun(job, kernels.forward).run(pool);
+  if (job.entries == nullptr && prefers_decode(job, job.seqlen_q)) return;
+  const MaskClasses classes(job, kernels.forward.block_q, pool);
+  AttentionJob classified = job;
+  classified.mask_tiles = classes.tiles();
+  ForwardRun(classified, kernels.forward).run(pool);
 }
 
 }  // namespace flashattn::cpu

@@ -2,8 +2,8 @@
 // packed V and are added here on their own, to the lanes that see them and to no other.
 #pragma once
 
+#include "cpu/forward_modified.h"
 #include "cpu/forward_prefetch.h"
-#include "cpu/forward_scores.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
@@ -101,12 +101,20 @@ FLASHATTN_INLINE Vec weight_of_key(const BlockScratch<Unit>& scratch, int k, int
   }
 }
 
+// The lanes of vector n from which the mask hides a key; a slow path's.
+FLASHATTN_INLINE VecI hidden_lanes(const ForwardModifiers& modifiers, std::int64_t key, int n) {
+  VecI hidden{};
+  for (int i = 0; i < kLanes; ++i) {
+    hidden[i] = modifiers.mask.at(n * kLanes + i, key) == -kInfinity ? -1 : 0;
+  }
+  return hidden;
+}
+
+// modifiers: null for the plain kernel.
 template <class Unit>
-static __attribute__((noinline)) void add_nonfinite_value(const Rows& values,
-                                                          std::int64_t value_dim,
-                                                          const BlockScratch<Unit>& scratch,
-                                                          const VisibleLanes& lanes,
-                                                          const KeyBlock& block, int k) {
+static __attribute__((noinline)) void add_nonfinite_value(
+    const Rows& values, std::int64_t value_dim, const BlockScratch<Unit>& scratch,
+    const VisibleLanes& lanes, const KeyBlock& block, const ForwardModifiers* modifiers, int k) {
   const std::int64_t key = block.first_key + k;
   float* const row = scratch.staging;
   read_row(values, key, value_dim, row);
@@ -115,7 +123,8 @@ static __attribute__((noinline)) void add_nonfinite_value(const Rows& values,
     if (k < block.begin[n] || k >= block.end[n]) continue;
     const VecI begin = load_int32(lanes.begin + n * kLanes);
     const VecI end = load_int32(lanes.end + n * kLanes);
-    const VecI sees = (at >= begin) & (at < end);
+    VecI sees = (at >= begin) & (at < end);
+    if (modifiers != nullptr && modifiers->masked) sees &= ~hidden_lanes(*modifiers, key, n);
     const Vec p = weight_of_key(scratch, k, n);
     for (std::int64_t d = 0; d < value_dim; ++d) {
       float* const O = scratch.O + d * kBlockQ + n * kLanes;
@@ -129,14 +138,15 @@ template <class Unit>
 FLASHATTN_INLINE void add_nonfinite_values(const PackedHead<Unit>& head, const Rows& values,
                                            std::int64_t value_dim,
                                            const BlockScratch<Unit>& scratch,
-                                           const VisibleLanes& lanes, const KeyBlock& block) {
+                                           const VisibleLanes& lanes, const KeyBlock& block,
+                                           const ForwardModifiers* modifiers) {
   const std::uint8_t* const skip = head.skip + block.first_key;
   for (int k = 0; k < block.length; k += kTileRows) {
     std::uint32_t four;
     __builtin_memcpy(&four, skip + k, sizeof(four));
     if (four == 0) continue;
     for (int i = k; i < k + kTileRows; ++i) {
-      if (skip[i] != 0) add_nonfinite_value(values, value_dim, scratch, lanes, block, i);
+      if (skip[i] != 0) add_nonfinite_value(values, value_dim, scratch, lanes, block, modifiers, i);
     }
   }
 }

@@ -29,6 +29,18 @@ struct QueryRows {
   }
 };
 
+// What the modified kernel knows of the lanes; the plain one passes this type's absence.
+using ForwardModifiers = LaneModifiers<kBlockQ>;
+
+FLASHATTN_INLINE void set_forward_lanes(const AttentionJob& job, const ForwardTask& task,
+                                        const QueryRows& rows, ForwardModifiers& modifiers) {
+  const auto place_of = [&](int lane) __attribute__((always_inline)) {
+    const std::int64_t row = lane < rows.count ? lane : rows.count - 1;
+    return LanePlace{.head = task.head + rows.head(row), .row = rows.query(row)};
+  };
+  set_lanes(job, task.batch, place_of, modifiers);
+}
+
 // Keys are int32 here: seqlen_k is below 2^31.
 struct VisibleLanes {
   // Keys that lane i sees: [begin[i], end[i]). Lanes past the last query repeat it.

@@ -68,6 +68,10 @@ struct RowScalars {
   }
 };
 
+// Keys of a tile of AttentionJob::mask_tiles; every pass's key blocks start at a multiple of it
+// where there is a mask.
+inline constexpr std::int64_t kMaskTileKeys = 64;
+
 // One float32 per query head, and per batch entry where batch_stride is not 0: ALiBi slopes, sinks.
 struct HeadScalars {
   const float* data = nullptr;  // null: the call has none
@@ -123,6 +127,20 @@ FLASHATTN_INLINE std::int64_t entry_seqlen_q(const AttentionJob& job, std::int64
 
 FLASHATTN_INLINE std::int64_t entry_seqlen_k(const AttentionJob& job, std::int64_t entry) {
   return job.entries == nullptr ? job.seqlen_k : job.entries[entry].seqlen_k;
+}
+
+// Column of the mask at which key 0 of an entry stands: its row on key's axis, whose rows before an
+// entry's start the mask counts too. (Packed calls have no mask.)
+FLASHATTN_INLINE std::int64_t first_mask_key(const AttentionJob& job, std::int64_t entry) {
+  return job.entries == nullptr ? 0 : job.entries[entry].key.row;
+}
+
+// Key 0 of one row of an entry in its mask.
+FLASHATTN_INLINE const char* mask_row(const AttentionJob& job, std::int64_t entry,
+                                      std::int64_t head, std::int64_t i) {
+  const std::int64_t key_bytes =
+      job.mask.key_stride * static_cast<std::int64_t>(item_size(job.mask.dtype));
+  return job.mask.row(entry, head, i) + first_mask_key(job, entry) * key_bytes;
 }
 
 // The job as the kernels of one entry see it.

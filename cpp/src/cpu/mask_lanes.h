@@ -138,6 +138,31 @@ FLASHATTN_INLINE TileVisibility class_of_bias(const float* bias, int count) {
   return any(changes) ? TileVisibility::kMixed : TileVisibility::kAll;
 }
 
+// What the mask says of keys [keys.begin, keys.end) to all lanes, where it has no row or no key
+// axis; it looks at every key.
+template <int lanes>
+FLASHATTN_NOINLINE TileVisibility class_of_keys(const MaskLanes<lanes>& m, Interval keys) {
+  if (m.same_key) return class_of_bias(m.of_row, lanes / kLanes);
+  if (!m.same_row) return TileVisibility::kMixed;
+  if (keys.end > m.seqlen_k) keys.end = m.seqlen_k;
+  bool all = true;
+  bool none = true;
+  with_mask_dtype(m.dtype, [&](auto type) __attribute__((always_inline)) {
+    for (std::int64_t k = keys.begin; k < keys.end; k += kLanes) {
+      // The last vector ends with the last key: elements past it would count as open.
+      const std::int64_t end = keys.end - kLanes;
+      const std::int64_t at = k > end && end >= keys.begin ? end : k;
+      alignas(64) float bias[kLanes];
+      store(bias, mask_keys<decltype(type)::kDType>(m.row[0], m.key_bytes, at, m.seqlen_k));
+      const TileVisibility visibility = class_of_bias(bias, 1);
+      all = all && visibility == TileVisibility::kAll;
+      none = none && visibility == TileVisibility::kNone;
+    }
+  });
+  if (none) return TileVisibility::kNone;
+  return all ? TileVisibility::kAll : TileVisibility::kMixed;
+}
+
 // to[kBiasKeys][lanes] from masks whose rows differ: blocks of kLanes x kLanes, transposed.
 template <DType dtype, int lanes>
 FLASHATTN_INLINE void transpose_mask(const MaskLanes<lanes>& m, std::int64_t key, float* to) {

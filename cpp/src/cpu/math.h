@@ -50,9 +50,9 @@ struct Tanh {
 // With e = exp(2|x|) - 1, which is small where x is: tanh|x| = e / (e + 2) and 1 - tanh^2 =
 // 4 (e + 1) / (e + 2)^2. NaN stays.
 FLASHATTN_INLINE Tanh tanh(Vec x) {
-  const VecI sign = bits_of(x) & broadcast(std::int32_t{-0x7fffffff - 1});
-  const Vec magnitude = vec_of_bits(bits_of(x) ^ sign);
-  const Vec limited = select(magnitude > broadcast(10.0F), broadcast(10.0F), magnitude);
+  const Vec size = magnitude(x);
+  const VecI sign = bits_of(x) ^ bits_of(size);
+  const Vec limited = select(size > broadcast(10.0F), broadcast(10.0F), size);
   const Vec y = limited * broadcast(2.0F * kLog2E);
   const Vec n = round_to_integer(y);
   const Vec f = y - n;

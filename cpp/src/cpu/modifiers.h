@@ -40,20 +40,21 @@ struct LaneModifiers {
   DropoutLanes<lanes> dropout;
 };
 
+// What a product is multiplied by to be tanh's argument. Finite, so that a score of 0 stays 0 under
+// the smallest caps.
+FLASHATTN_INLINE float scale_over_cap(const AttentionJob& job) {
+  constexpr double kMost = 3.4028234663852886e38;
+  const double factor = static_cast<double>(job.scale) / static_cast<double>(job.softcap);
+  return static_cast<float>(factor > kMost ? kMost : factor < -kMost ? -kMost : factor);
+}
+
 // place_of(lane) gives the row of every lane; lanes without one repeat another's.
 template <int lanes, class PlaceOf>
 FLASHATTN_INLINE void set_lanes(const AttentionJob& job, std::int64_t batch,
                                 const PlaceOf& place_of, LaneModifiers<lanes>& m) {
   m.scale = job.scale;
   m.cap = job.softcap;
-  if (m.cap != 0.0F) {
-    // Finite, so that a score of 0 stays 0 under the smallest caps.
-    constexpr double kMost = 3.4028234663852886e38;
-    const double factor = static_cast<double>(job.scale) / static_cast<double>(m.cap);
-    m.scale_over_cap = static_cast<float>(factor > kMost    ? kMost
-                                          : factor < -kMost ? -kMost
-                                                            : factor);
-  }
+  if (m.cap != 0.0F) m.scale_over_cap = scale_over_cap(job);
   m.alibi = job.slopes.data != nullptr;
   m.masked = job.mask.data != nullptr;
   m.drops = job.dropout.threshold != 0;
@@ -65,7 +66,7 @@ FLASHATTN_INLINE void set_lanes(const AttentionJob& job, std::int64_t batch,
       m.slope[lane] = job.slopes.at(batch, at.head);
       m.position[lane] = at.row + job.visibility[batch].shift;
     }
-    if (m.masked) m.mask.row[lane] = job.mask.row(batch, at.head, at.row);
+    if (m.masked) m.mask.row[lane] = mask_row(job, batch, at.head, at.row);
     if (m.drops) {
       m.dropout.set(lane, job.dropout.numbering.index(static_cast<std::uint64_t>(batch),
                                                       static_cast<std::uint64_t>(at.head),
@@ -112,7 +113,7 @@ FLASHATTN_INLINE void subtract_distances(const LaneModifiers<lanes>& m, const Mo
     const Vec distance = load(m.distance + tile.lane + n * kLanes);
     FLASHATTN_UNROLL for (int i = 0; i < kTileRows; ++i) {
       const Vec apart = distance - broadcast(static_cast<float>(tile.key + i));
-      s[i][n] -= slope * vec_of_bits(bits_of(apart) & broadcast(std::int32_t{0x7fffffff}));
+      s[i][n] -= slope * magnitude(apart);
     }
   }
 }

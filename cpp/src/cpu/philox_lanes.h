@@ -81,6 +81,8 @@ struct DropoutLanes {
 template <int lanes>
 class DropoutRun {
  public:
+  static constexpr bool kDrops = true;
+
   FLASHATTN_INLINE DropoutRun(const DropoutLanes<lanes>& dropout, int lane, std::int64_t key)
       : philox_(dropout.philox), aligned_(dropout.aligned) {
     const VecWide even = load_wide(dropout.number + lane) + static_cast<std::uint64_t>(key);

@@ -58,6 +58,10 @@ FLASHATTN_INLINE Vec select(VecI mask, Vec if_true, Vec if_false) {
 FLASHATTN_INLINE VecI bits_of(Vec x) { return reinterpret_cast<VecI>(x); }
 FLASHATTN_INLINE Vec vec_of_bits(VecI x) { return reinterpret_cast<Vec>(x); }
 
+FLASHATTN_INLINE Vec magnitude(Vec x) {
+  return vec_of_bits(bits_of(x) & broadcast(std::int32_t{0x7fffffff}));
+}
+
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
 
 // Each header below defines, for its instruction set:
