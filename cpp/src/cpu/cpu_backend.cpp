@@ -211,7 +211,6 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
     return {.ok = false,
             .reason = "seqlen_k is too large for the cpu backend (2^31 - 129 at most)"};
   }
-  if (problem.pass == Pass::kForward) return {.ok = true, .reason = ""};
   if (problem.mask != MaskKind::kNone) return missing("mask");
   if (problem.softcap != 0.0F) return missing("softcap");
   if (problem.alibi) return missing("alibi_slopes");

@@ -68,6 +68,8 @@ struct KeepsAll {
 
 // P = exp(S - max) of vector n, in place of S (float32) or as pairs of keys; returns the sum over
 // keys, dropped ones included. The subtraction comes first: max may be the largest float there is.
+// Always of the higher degree: a sink moves the maximum away from equal scores, whose weights then
+// share one error that no averaging takes out of lse.
 template <class Unit, class Run>
 FLASHATTN_INLINE Vec modified_exponentials(const BlockScratch<Unit>& scratch, const KeyBlock& block,
                                            int n, Vec max, Run run) {
@@ -79,7 +81,7 @@ FLASHATTN_INLINE Vec modified_exponentials(const BlockScratch<Unit>& scratch, co
     VecI keep[kTileRows];
     run.next(keep);
     FLASHATTN_UNROLL for (int i = 0; i < kTileRows; ++i) {
-      p[i] = exp2<Unit::kExpDegree>((load(S + i * kBlockQ) - max) * broadcast(kLog2E));
+      p[i] = exp2<6>((load(S + i * kBlockQ) - max) * broadcast(kLog2E));
       sums[i % 2] += p[i];
       if constexpr (Run::kDrops) p[i] = select(keep[i], p[i], Vec{});
     }
