@@ -45,7 +45,8 @@ class MetalArray:
         return np.ndarray(self.shape, self.dtype, self._memory)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(self.numpy(), dtype, copy=copy)
+        array: np.ndarray[Any, Any] = np.array(self.numpy(), dtype, copy=copy)
+        return array
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DLPACK_DEVICE, 0

@@ -161,6 +161,9 @@ void build(std::string_view source, const CompileOptions& options, const Setting
 
 std::string compiled_module(std::string_view source, const CompileOptions& options,
                             const Settings& settings) {
+  if (settings.cache_folder.empty()) {
+    throw CompileError("no folder for compiled kernels: set METAL_SIM_CACHE or HOME");
+  }
   const std::string stem = settings.cache_folder + "/" + module_key(source, options, settings);
   const std::string path = stem + ".so";
   if (fs::exists(path)) return path;

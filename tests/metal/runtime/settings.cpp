@@ -63,7 +63,7 @@ void assign(Settings& target, std::string_view name, std::string_view value) {
 std::string default_cache() {
   if (const char* folder = std::getenv("XDG_CACHE_HOME")) return std::string(folder) + "/metal-sim";
   if (const char* home = std::getenv("HOME")) return std::string(home) + "/.cache/metal-sim";
-  return "/var/tmp/metal-sim";
+  return {};  // no folder that others could write to: modules are loaded from it
 }
 
 Settings from_environment() {
