@@ -5,11 +5,13 @@
 
 #if defined(__METAL_VERSION__)
 #define FLASHATTN_INT64 long
+#define FLASHATTN_UINT64 ulong
 #define FLASHATTN_UINT uint
 #define FLASHATTN_INT int
 #else
 #include <cstdint>
 #define FLASHATTN_INT64 std::int64_t
+#define FLASHATTN_UINT64 std::uint64_t
 #define FLASHATTN_UINT std::uint32_t
 #define FLASHATTN_INT std::int32_t
 namespace flashattn::metal::abi {
@@ -31,6 +33,18 @@ enum BufferSlot {
   kBufferDv = 10,
   kBufferRowIntervals = 11,
   kBufferParams = 12,
+  // Of the options: bound only where the function constant that an option stands for is on.
+  kBufferModifiers = 13,     // ModifierParams
+  kBufferMask = 14,          // bool (one byte), float, half or bfloat16, by function constant
+  kBufferMaskTiles = 15,     // MaskTileClass, one byte per tile of the mask
+  kBufferAlibiSlopes = 16,   // float
+  kBufferRowShifts = 17,     // 64-bit (batch): row i stands at key coordinate i + shift
+  kBufferSinks = 18,         // float (query_heads)
+  kBufferDmask = 19,         // float, the mask's own shape
+  kBufferDalibiSlopes = 20,  // float
+  kBufferDsinks = 21,        // float
+  kBufferSlopeRows = 22,  // float (batch, query_heads, seqlen_q), contiguous: dalibi_slopes by row
+  kBufferCount = 23,
 };
 
 // The geometry of a simdgroup and of the tiles, which the host needs to size threadgroups and
@@ -46,8 +60,25 @@ enum Geometry : FLASHATTN_UINT {
 
 // Yes/no features: one pipeline per combination that is used.
 enum FunctionConstantId {
-  kConstantAccumulate = 0,  // add to dq, dk, dv instead of overwriting them
-  kConstantHasDlse = 1,     // delta subtracts dlse
+  kConstantAccumulate = 0,    // add to dq, dk, dv instead of overwriting them
+  kConstantHasDlse = 1,       // delta subtracts dlse
+  kConstantHasModifiers = 2,  // any of the options below
+  kConstantHasSoftcap = 3,
+  kConstantHasAlibi = 4,
+  kConstantHasMask = 5,  // a dense mask; of float32 unless one of the next three is on
+  kConstantMaskIsBool = 6,
+  kConstantMaskIsHalf = 7,
+  kConstantMaskIsBfloat = 8,
+  kConstantHasSinks = 9,
+  kConstantHasDropout = 10,
+  kConstantSlopeGradient = 11,  // dq writes what each row adds to dalibi_slopes
+};
+
+// What a tile of a dense mask lets through; TileVisibility of core/visibility.h.
+enum MaskTileClass {
+  kMaskTileNone = 0,
+  kMaskTileMixed = 1,
+  kMaskTileAll = 2,
 };
 
 // Element strides of one (batch, row, head, dim) tensor; any sign, zero included.
@@ -100,8 +131,55 @@ struct AttentionParams {
   FLASHATTN_UINT unused;
 };
 
+// Element strides of a (batch, head, row, key) table; 0 along an axis that it is broadcast over.
+struct ScoreStrides {
+  FLASHATTN_INT64 batch;
+  FLASHATTN_INT64 head;
+  FLASHATTN_INT64 row;
+  FLASHATTN_INT64 key;
+};
+
+// The options of a call. Only members of options that are on mean anything.
+struct ModifierParams {
+  struct ScoreStrides mask;
+  struct ScoreStrides mask_tiles;  // (batch, head, tile of rows, tile of keys)
+  struct ScoreStrides dmask;
+  FLASHATTN_INT64 slopes_batch;  // element strides
+  FLASHATTN_INT64 slopes_head;
+  FLASHATTN_INT64 dslopes_batch;
+  FLASHATTN_INT64 dslopes_head;
+  FLASHATTN_INT64 sinks_head;
+  FLASHATTN_INT64 dsinks_head;
+  // Dropout's numbering, see docs/math.md; arithmetic is modulo 2^64.
+  FLASHATTN_UINT64 dropout_offset;
+  FLASHATTN_UINT64 global_heads;
+  FLASHATTN_UINT64 head_start;
+  FLASHATTN_UINT64 global_queries;
+  FLASHATTN_UINT64 query_start;
+  FLASHATTN_UINT64 global_keys;
+  FLASHATTN_UINT64 key_start;
+  FLASHATTN_UINT seed_low;
+  FLASHATTN_UINT seed_high;
+  FLASHATTN_UINT dropout_threshold;  // kept iff (word >> 8) >= this: ceil(probability * 2^24)
+  float dropout_scale;               // 1 / (1 - probability), 0 for probability 1
+  float softcap;
+  float inverse_softcap;
+  FLASHATTN_UINT mask_tile_rows;  // scores of one tile of the class table
+  FLASHATTN_UINT mask_tile_keys;
+  FLASHATTN_UINT mask_batch;  // the mask's own shape: 1 where it is broadcast
+  FLASHATTN_UINT mask_heads;
+  FLASHATTN_UINT mask_rows;
+  FLASHATTN_UINT mask_keys;
+  FLASHATTN_UINT slopes_per_batch;  // 1: slopes are (batch, query_heads), 0: (query_heads)
+  // dmask: how many of the score tiles that share one tile of the mask this dispatch adds up, from
+  // number first_tile on.
+  FLASHATTN_UINT tile_count;
+  FLASHATTN_UINT64 first_tile;
+};
+
 #if !defined(__METAL_VERSION__)
 static_assert(sizeof(RowInterval) == 16);
 static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 12 * 4);
+static_assert(sizeof(ModifierParams) == 3 * 32 + 13 * 8 + 14 * 4 + 8);
 }  // namespace flashattn::metal::abi
 #endif

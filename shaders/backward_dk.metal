@@ -5,28 +5,32 @@
 //     dS^T = exp2(c S^T - L log2 e) * (dP^T - delta)      four lanes per key
 //     dK += dS^T Q
 //   dK *= scale
+#include "modifiers.h"
 #include "tile.h"
 
 constant bool accumulate_dk [[function_constant(kConstantAccumulate)]];
 
-// Scores of the lane's key against a block of rows become score gradients in place.
+// Products of the lane's key j with a block of rows become gradients of scale * (q . k) in place.
+// column_lse is as exponent_of_lse makes it.
 template <uint block_q>
 void key_row_gradient(threadgroup float* key_scores, threadgroup const float* key_dp,
-                      threadgroup const float* column_lse_log2,
-                      threadgroup const float* column_delta, uint first_row, Range rows,
-                      float scale_log2e, uint quarter) {
+                      threadgroup const float* column_lse, threadgroup const float* column_delta,
+                      thread const HeadModifiers& head, uint first_row, uint j, Range rows,
+                      float scale, uint quarter) {
   for (uint c = quarter; c < block_q; c += kLanesPerRow) {
     const int i = int(first_row + c);
     float ds = 0.0f;
-    if (i >= rows.begin && i < rows.end && column_lse_log2[c] != -INFINITY) {
-      ds = exp2(key_scores[c] * scale_log2e - column_lse_log2[c]) * (key_dp[c] - column_delta[c]);
+    if (i >= rows.begin && i < rows.end && column_lse[c] != -INFINITY) {
+      const PairWeight weight = pair_weight(head, key_scores[c], scale, column_lse[c], uint(i), j);
+      ds = score_gradient(head, weight, key_dp[c], column_delta[c], uint(i), j);
+      if (has_softcap) ds *= weight.derivative;
     }
     key_scores[c] = ds;
   }
 }
 
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta: contiguous
-// (batch, query_heads, seqlen_q).
+// (batch, query_heads, seqlen_q); the options' arguments as modifiers.h says.
 template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_q>
 [[kernel]] void backward_dk(
     device const T* query [[buffer(kBufferQuery)]], device const T* key [[buffer(kBufferKey)]],
@@ -34,7 +38,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
     device const T* dout [[buffer(kBufferDout)]],
     device const float* delta [[buffer(kBufferDelta)]], device T* dk [[buffer(kBufferDk)]],
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
-    constant AttentionParams& params [[buffer(kBufferParams)]],
+    constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
     uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -47,7 +51,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup float scores[block_k * score_stride];
   threadgroup float dp[block_k * score_stride];
   threadgroup float scratch[block_k / kFragment * kFragmentSize];
-  threadgroup float column_lse_log2[block_q];
+  threadgroup float column_lse[block_q];
   threadgroup float column_delta[block_q];
   threadgroup uint visible[block_k];
   threadgroup uint non_finite[block_k / kFragment];
@@ -65,8 +69,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
-  const Range rows =
-      rows_of_key(interval, params.seqlen_q, first_key + simdgroup * kFragment + at.row);
+  const uint key_index = first_key + simdgroup * kFragment + at.row;
+  const Range rows = rows_of_key(interval, params.seqlen_q, key_index);
+  const float scale = pair_scale(params.scale, params.scale_log2e);
   const Range block_rows = rows_of_keys(interval, params.seqlen_q, first_key, block_k);
 
   simdgroup_float8x8 K[head_tile / kFragment];
@@ -89,10 +94,14 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup float* dO = arena + block_q * query_stride;
   for (uint g = 0; g < params.heads_per_kv; ++g) {
     const uint h = kv_head * params.heads_per_kv + g;
+    const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
     const FLASHATTN_INT64 delta_row =
         (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
     for (uint i = uint(block_rows.begin) / block_q * block_q; int(i) < block_rows.end;
          i += block_q) {
+      if (has_mask && mask_tile_class(modifiers, mask_tiles, b, h, i, first_key) == kMaskTileNone) {
+        continue;
+      }
       const uint valid_rows = min(block_q, params.seqlen_q - i);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool bad = stage_rows<block_q, head_tile, threads>(
@@ -103,8 +112,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
                                                valid_rows, params.value_dim, thread_index);
       if (thread_index < block_q) {
         const bool valid = thread_index < valid_rows;
-        column_lse_log2[thread_index] =
-            valid ? lse[scalar_index(params.lse, b, h, i + thread_index)] * M_LOG2E_F : 0.0f;
+        column_lse[thread_index] =
+            valid ? exponent_of_lse(lse[scalar_index(params.lse, b, h, i + thread_index)]) : 0.0f;
         column_delta[thread_index] = valid ? delta[delta_row + i + thread_index] : 0.0f;
       }
       const bool any_bad = simd_any(bad);
@@ -120,14 +129,16 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
       store_strip(S, own_dp, score_stride);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       key_row_gradient<block_q>(own_scores + at.row * score_stride, own_dp + at.row * score_stride,
-                                column_lse_log2, column_delta, i, rows, params.scale_log2e,
+                                column_lse, column_delta, head, i, key_index, rows, scale,
                                 at.quarter);
       if (poisoned == 0u) {
         simdgroup_barrier(mem_flags::mem_threadgroup);
         multiply_accumulate<block_q / kFragment>(dK, own_scores, score_stride, Q, query_stride);
       } else {
-        const uint bits = visible_columns<block_q>(column_lse_log2, i, rows);
-        if (at.quarter == 0) own_visible[at.row] = bits;
+        const uint bits = visible_columns<block_q>(column_lse, i, rows);
+        if (at.quarter == 0) {
+          own_visible[at.row] = unmasked_rows<block_q>(bits, head, i, key_index);
+        }
         accumulate_selected<block_q / kFragment>(dK, own_scores, score_stride, Q, query_stride,
                                                  own_visible, scratch + simdgroup * kFragmentSize,
                                                  lane);

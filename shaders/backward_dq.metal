@@ -7,27 +7,43 @@
 //     P = exp2(c S - L log2 e);  dS = P * (dP - delta)      four lanes per row
 //     dQ += dS K
 //   dQ *= scale
+#include "modifiers.h"
 #include "tile.h"
 
 constant bool accumulate_dq [[function_constant(kConstantAccumulate)]];
+constant bool writes_slope_rows [[function_constant(kConstantSlopeGradient)]];
 
-// Scores of the lane's row become score gradients in place.
+// What the gradients of one row are computed from.
+struct QueryRow {
+  uint i;
+  Range keys;
+  float lse;  // as exponent_of_lse makes it
+  float delta;
+};
+
+// Products of the lane's row become gradients of scale * (q . k) in place. Returns what these keys
+// add to the gradient of the head's ALiBi slope.
 template <uint block_k>
-void query_row_gradient(threadgroup float* row_scores, threadgroup const float* row_dp,
-                        uint first_key, Range keys, float scale_log2e, float lse_log2, float delta,
-                        uint quarter) {
+float query_row_gradient(threadgroup float* row_scores, threadgroup const float* row_dp,
+                         thread const HeadModifiers& head, QueryRow row, uint first_key,
+                         float scale, uint quarter) {
+  float slope_sum = 0.0f;
   for (uint c = quarter; c < block_k; c += kLanesPerRow) {
     const int j = int(first_key + c);
     float ds = 0.0f;
-    if (j >= keys.begin && j < keys.end) {
-      ds = exp2(row_scores[c] * scale_log2e - lse_log2) * (row_dp[c] - delta);
+    if (j >= row.keys.begin && j < row.keys.end) {
+      const PairWeight weight = pair_weight(head, row_scores[c], scale, row.lse, row.i, uint(j));
+      ds = score_gradient(head, weight, row_dp[c], row.delta, row.i, uint(j));
+      if (writes_slope_rows) slope_sum -= ds * alibi_distance(head, row.i, uint(j));
+      if (has_softcap) ds *= weight.derivative;
     }
     row_scores[c] = ds;
   }
+  return slope_sum;
 }
 
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta: contiguous
-// (batch, query_heads, seqlen_q).
+// (batch, query_heads, seqlen_q), as slope_rows; the options' arguments as modifiers.h says.
 template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_k>
 [[kernel]] void backward_dq(
     device const T* query [[buffer(kBufferQuery)]], device const T* key [[buffer(kBufferKey)]],
@@ -35,7 +51,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     device const T* dout [[buffer(kBufferDout)]],
     device const float* delta [[buffer(kBufferDelta)]], device T* dq [[buffer(kBufferDq)]],
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
-    constant AttentionParams& params [[buffer(kBufferParams)]],
+    constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
+    device float* slope_rows [[buffer(kBufferSlopeRows), function_constant(writes_slope_rows)]],
     uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -65,17 +82,22 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   threadgroup float* own_dp = dp + simdgroup * kFragment * score_stride;
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
-  const uint row = first_row + simdgroup * kFragment + at.row;
   const RowInterval interval = row_intervals[b];
-  Range keys = keys_of_row(interval, params.seqlen_q, row);
+  const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
+  const float scale = pair_scale(params.scale, params.scale_log2e);
+  const FLASHATTN_INT64 head_rows = (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
+  QueryRow row;
+  row.i = first_row + simdgroup * kFragment + at.row;
+  row.keys = keys_of_row(interval, params.seqlen_q, row.i);
+  row.lse = 0.0f;
+  row.delta = 0.0f;
   const Range block_keys = keys_of_rows(interval, params.seqlen_q, first_row, block_q);
-  float lse_log2 = 0.0f;
-  float row_delta = 0.0f;
-  if (row < params.seqlen_q) {
-    lse_log2 = lse[scalar_index(params.lse, b, h, row)] * M_LOG2E_F;
-    row_delta = delta[(FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q + row];
+  if (row.i < params.seqlen_q) {
+    row.lse = exponent_of_lse(lse[scalar_index(params.lse, b, h, row.i)]);
+    row.delta = delta[head_rows + row.i];
   }
-  if (lse_log2 == -INFINITY) keys.end = 0;  // a row without weights has no gradient
+  if (row.lse == -INFINITY) row.keys.end = 0;  // a row without weights has no gradient
+  float slope_sum = 0.0f;
 
   simdgroup_float8x8 Q[head_tile / kFragment];
   simdgroup_float8x8 dO[value_tile / kFragment];
@@ -96,6 +118,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   threadgroup float* K = arena;
   threadgroup float* V = arena + block_k * key_stride;
   for (uint j = uint(block_keys.begin) / block_k * block_k; int(j) < block_keys.end; j += block_k) {
+    if (has_mask && mask_tile_class(modifiers, mask_tiles, b, h, first_row, j) == kMaskTileNone) {
+      continue;
+    }
     const uint valid_keys = min(block_k, uint(interval.key_limit) - j);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const bool bad = stage_rows<block_k, head_tile, threads>(
@@ -116,19 +141,27 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     multiply_transposed(S, dO, V, value_stride);
     store_strip(S, own_dp, score_stride);
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    query_row_gradient<block_k>(own_scores + at.row * score_stride, own_dp + at.row * score_stride,
-                                j, keys, params.scale_log2e, lse_log2, row_delta, at.quarter);
+    slope_sum += query_row_gradient<block_k>(own_scores + at.row * score_stride,
+                                             own_dp + at.row * score_stride, head, row, j, scale,
+                                             at.quarter);
     if (poisoned == 0u) {
       simdgroup_barrier(mem_flags::mem_threadgroup);
       multiply_accumulate<block_k / kFragment>(dQ, own_scores, score_stride, K, key_stride);
     } else {
-      if (at.quarter == 0) own_visible[at.row] = columns_in<block_k>(keys, j);
+      if (at.quarter == 0) {
+        own_visible[at.row] =
+            unmasked_keys<block_k>(columns_in<block_k>(row.keys, j), head, row.i, j);
+      }
       accumulate_selected<block_k / kFragment>(dQ, own_scores, score_stride, K, key_stride,
                                                own_visible, scratch + simdgroup * kFragmentSize,
                                                lane);
     }
   }
 
+  if (writes_slope_rows) {
+    slope_sum = row_sum4(slope_sum);
+    if (at.quarter == 0 && row.i < params.seqlen_q) slope_rows[head_rows + row.i] = slope_sum;
+  }
   scale_strip(dQ, params.scale);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(dQ, arena + simdgroup * kFragment * head_tile, head_tile);

@@ -28,8 +28,7 @@ template <typename T, uint rows>
     sum += to_float(out_row[FLASHATTN_INT64(d) * params.out.dim]) *
            to_float(dout_row[FLASHATTN_INT64(d) * params.dout.dim]);
   }
-  // A fixed tree over the lanes: the same bits on every device.
-  for (ushort step = 16; step > 0; step /= 2) sum += simd_shuffle_xor(sum, step);
+  sum = simdgroup_total(sum);
   if (has_dlse) sum -= dlse[scalar_index(params.dlse, b, h, i)];
   if (lane == 0) delta[(FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q + i] = sum;
 }

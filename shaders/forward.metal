@@ -1,7 +1,7 @@
 // Forward: out = softmax(scale * Q K^T) V and its log-sum-exp, one threadgroup per block_q query
 // rows of one head. The `staged` design: K, V and the scores pass through threadgroup memory, so
-// nothing depends on how a fragment's elements are spread over lanes. It relies on tile.h; it does
-// not know about masks or dropout.
+// nothing depends on how a fragment's elements are spread over lanes. It relies on tile.h and
+// modifiers.h.
 //
 //   for each block of block_k keys:
 //     S = Q K^T                                   fragments, 8 rows per simdgroup
@@ -10,15 +10,46 @@
 //     O = diag(exp2(c (m - m'))) O + P V
 //   O = diag(1 / l) O;  L = scale m + log l
 // With a negative scale S and scale change their signs first. The difference S - m' is taken before
-// it is scaled, so that the largest scores lose nothing to rounding.
+// it is scaled, so that the largest scores lose nothing to rounding. With an option that changes
+// scores, S is in natural units instead, as modifiers.h makes it, and c = log2(e). A sink is where
+// m and l start. Dropout multiplies P on its way to V and leaves l alone.
+#include "modifiers.h"
 #include "tile.h"
 
-// Scores of the lane's row become probabilities in place; returns the factor of what was summed
-// before. row_max and row_sum are the running m and l of the row, the same in its four lanes;
-// `sign` is the scale's and `scale_log2e` is |scale| * log2(e).
+// What turns the scores that softmax_step meets into exponents of 2.
+struct ScoreUnits {
+  float sign;    // -1 for a negative scale that has not been applied yet
+  float factor;  // what the difference of two scores is multiplied with
+  float scale;   // what makes a score natural
+};
+
+inline ScoreUnits score_units(float scale, float scale_log2e) {
+  ScoreUnits units;
+  units.sign = !changes_scores() && scale < 0.0f ? -1.0f : 1.0f;
+  units.factor = changes_scores() ? M_LOG2E_F : units.sign * scale_log2e;
+  units.scale = changes_scores() ? 1.0f : units.sign * scale;
+  return units;
+}
+
+// Products of the lane's row become modified scores in place.
 template <uint block_k>
-float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, float sign,
-                   float scale_log2e, uint quarter, thread float& row_max, thread float& row_sum) {
+void modify_row(threadgroup float* row_scores, thread const HeadModifiers& head, uint row,
+                uint first_key, Range keys, float scale, uint quarter) {
+  for (uint c = quarter; c < block_k; c += kLanesPerRow) {
+    const int j = int(first_key + c);
+    if (j >= keys.begin && j < keys.end) {
+      row_scores[c] = modify_score(head, row_scores[c] * scale, row, uint(j)).value;
+    }
+  }
+}
+
+// Scores of the lane's row become weights in place; returns the factor of what was summed before.
+// row_max and row_sum are the running m and l of the row, the same in its four lanes.
+template <uint block_k>
+float softmax_step(threadgroup float* row_scores, thread const HeadModifiers& head, uint row,
+                   uint first_key, Range keys, ScoreUnits units, uint quarter,
+                   thread float& row_max, thread float& row_sum) {
+  const float sign = units.sign;
   float block_max = row_max;
   for (uint c = quarter; c < block_k; c += kLanesPerRow) {
     const int j = int(first_key + c);
@@ -29,29 +60,32 @@ float softmax_step(threadgroup float* row_scores, uint first_key, Range keys, fl
   for (uint c = quarter; c < block_k; c += kLanesPerRow) {
     const int j = int(first_key + c);
     float p = 0.0f;
-    if (j >= keys.begin && j < keys.end) p = exp2((sign * row_scores[c] - block_max) * scale_log2e);
-    row_scores[c] = p;
+    if (j >= keys.begin && j < keys.end) {
+      p = exp2((sign * row_scores[c] - block_max) * units.factor);
+    }
     block_sum += p;
+    if (has_dropout && p != 0.0f) p *= dropout_factor(head.dropout, row, uint(j));
+    row_scores[c] = p;
   }
-  const float correction = exp2((row_max - block_max) * scale_log2e);
+  const float correction = exp2((row_max - block_max) * units.factor);
   row_sum = row_sum * correction + row_sum4(block_sum);
   row_max = block_max;
   return correction;
 }
 
-// query, key, value, out: (batch, row, head, dim) by params' strides; lse: (batch, head, row).
+// query, key, value, out: (batch, row, head, dim) by params' strides; lse: (batch, head, row); the
+// options' arguments as modifiers.h says.
 template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_k>
-[[kernel]] void forward(device const T* query [[buffer(kBufferQuery)]],
-                        device const T* key [[buffer(kBufferKey)]],
-                        device const T* value [[buffer(kBufferValue)]],
-                        device T* out [[buffer(kBufferOut)]],
-                        device float* lse [[buffer(kBufferLse)]],
-                        device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
-                        constant AttentionParams& params [[buffer(kBufferParams)]],
-                        uint threadgroup_index [[threadgroup_position_in_grid]],
-                        uint thread_index [[thread_index_in_threadgroup]],
-                        uint lane [[thread_index_in_simdgroup]],
-                        uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel]] void forward(
+    device const T* query [[buffer(kBufferQuery)]], device const T* key [[buffer(kBufferKey)]],
+    device const T* value [[buffer(kBufferValue)]], device T* out [[buffer(kBufferOut)]],
+    device float* lse [[buffer(kBufferLse)]],
+    device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
+    constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
+    device const float* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
+    uint threadgroup_index [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = block_q / kFragment * kSimdWidth;
   constexpr uint key_stride = head_tile + kPadding;
   constexpr uint value_stride = value_tile + kPadding;
@@ -80,8 +114,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
-  const Range keys =
-      keys_of_row(interval, params.seqlen_q, first_row + simdgroup * kFragment + at.row);
+  const uint row = first_row + simdgroup * kFragment + at.row;
+  const Range keys = keys_of_row(interval, params.seqlen_q, row);
+  const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
   const Range block_keys = keys_of_rows(interval, params.seqlen_q, first_row, block_q);
 
   simdgroup_float8x8 Q[head_tile / kFragment];
@@ -93,12 +128,20 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   load_strip(Q, arena + simdgroup * kFragment * head_tile, head_tile);
   fill_zero(O);
 
-  const float sign = params.scale < 0.0f ? -1.0f : 1.0f;
+  const ScoreUnits units = score_units(params.scale, params.scale_log2e);
   float row_max = -FLT_MAX;
   float row_sum = 0.0f;
+  if (has_sinks) {
+    const float sink = sinks[FLASHATTN_INT64(h) * modifiers->sinks_head];
+    row_max = sink == -INFINITY ? row_max : sink;
+    row_sum = sink == -INFINITY ? row_sum : 1.0f;
+  }
   threadgroup float* K = arena;
   threadgroup float* V = arena + block_k * key_stride;
   for (uint j = uint(block_keys.begin) / block_k * block_k; int(j) < block_keys.end; j += block_k) {
+    if (has_mask && mask_tile_class(modifiers, mask_tiles, b, h, first_row, j) == kMaskTileNone) {
+      continue;
+    }
     const uint valid_keys = min(block_k, uint(interval.key_limit) - j);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_rows<block_k, head_tile, threads>(K, key_stride,
@@ -117,14 +160,19 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     multiply_transposed(S, Q, K, key_stride);
     store_strip(S, own_scores, score_stride);
     simdgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup float* row_scores = own_scores + at.row * score_stride;
+    if (changes_scores()) {
+      modify_row<block_k>(row_scores, head, row, j, keys, params.scale, at.quarter);
+    }
     const float correction =
-        softmax_step<block_k>(own_scores + at.row * score_stride, j, keys, sign,
-                              sign * params.scale_log2e, at.quarter, row_max, row_sum);
+        softmax_step<block_k>(row_scores, head, row, j, keys, units, at.quarter, row_max, row_sum);
     scale_rows(O, correction, own_scratch, lane);
     if (poisoned == 0u) {
       multiply_accumulate<block_k / kFragment>(O, own_scores, score_stride, V, value_stride);
     } else {
-      if (at.quarter == 0) own_visible[at.row] = columns_in<block_k>(keys, j);
+      if (at.quarter == 0) {
+        own_visible[at.row] = unmasked_keys<block_k>(columns_in<block_k>(keys, j), head, row, j);
+      }
       accumulate_selected<block_k / kFragment>(O, own_scores, score_stride, V, value_stride,
                                                own_visible, own_scratch, lane);
     }
@@ -133,10 +181,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   // A row that saw no key has l = 0: its output is 0 and its log-sum-exp -inf.
   const bool dead = row_sum == 0.0f;
   scale_rows(O, dead ? 0.0f : 1.0f / row_sum, own_scratch, lane);
-  const uint row = simdgroup * kFragment + at.row;
-  if (at.quarter == 0 && row < valid_rows) {
-    lse[scalar_index(params.lse, b, h, first_row + row)] =
-        dead ? -INFINITY : fma(sign * params.scale, row_max, log(row_sum));
+  if (at.quarter == 0 && row < params.seqlen_q) {
+    lse[scalar_index(params.lse, b, h, row)] =
+        dead ? -INFINITY : fma(units.scale, row_max, log(row_sum));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(O, arena + simdgroup * kFragment * value_tile, value_tile);

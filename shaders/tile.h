@@ -224,10 +224,10 @@ uint columns_in(Range range, uint first) {
 
 // The same without the rows that have no weights (log-sum-exp -inf).
 template <uint block>
-uint visible_columns(threadgroup const float* column_lse_log2, uint first, Range range) {
+uint visible_columns(threadgroup const float* column_lse, uint first, Range range) {
   uint bits = columns_in<block>(range, first);
   for (uint c = 0; c < block; ++c) {
-    if (column_lse_log2[c] == -INFINITY) bits &= ~(1u << c);
+    if (column_lse[c] == -INFINITY) bits &= ~(1u << c);
   }
   return bits;
 }
@@ -241,6 +241,12 @@ inline float row_sum4(float x) {
 inline float row_max4(float x) {
   x = max(x, simd_shuffle_xor(x, 1));
   return max(x, simd_shuffle_xor(x, 2));
+}
+
+// Sum over a simdgroup, for every lane: a fixed tree, so the same bits on every device.
+inline float simdgroup_total(float x) {
+  for (ushort step = 16; step > 0; step /= 2) x += simd_shuffle_xor(x, step);
+  return x;
 }
 
 // Makes a kernel template available under a name: the host appends one such line per pipeline.

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import reference
+from shader_options import ShaderOptions, function_constants, make_options
 from simulator import SHADERS, Library, Run, Simulator
 
-BLOCK_ROWS, BLOCK_COLUMNS = 32, 16
-DELTA_ROWS = 4
+DELTA_ROWS, SUM_HEADS = 4, 4
 STORAGE = {"float32": "float", "float16": "half", "bfloat16": "Bfloat16"}
 KERNELS = ("forward", "delta", "backward_dq", "backward_dv", "backward_dk")
+# Those that only calls with the option have.
+SUM_KERNELS = ("slope_gradient", "sink_gradient")
+OPTION_KERNELS = ("mask_gradient", *SUM_KERNELS)
 KEY_SIDE = ("backward_dv", "backward_dk", "backward_dkv")
 CONSTANT_ACCUMULATE, CONSTANT_HAS_DLSE = 0, 1
 
@@ -49,7 +53,8 @@ class Params(ctypes.Structure):
 
 SLOTS = [
     *("query", "key", "value", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv"),
-    *("row_intervals", "params"),
+    *("row_intervals", "params", "modifiers", "mask", "mask_tiles", "alibi_slopes", "row_shifts"),
+    *("sinks", "dmask", "dalibi_slopes", "dsinks", "slope_rows"),
 ]
 
 
@@ -58,7 +63,7 @@ def check_abi() -> None:
     text = (SHADERS / "abi.h").read_text()
     pairs = re.findall(r"kBuffer(\w+) = (\d+)", text)
     found = {re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower(): int(number) for name, number in pairs}
-    wanted = {name: number for number, name in enumerate(SLOTS)}
+    wanted = {name: number for number, name in enumerate([*SLOTS, "count"])}
     assert found == wanted, f"shaders/abi.h changed: {found}"
 
 
@@ -78,19 +83,31 @@ class Case:
     # "value": the value of the last key, which one row sees, is NaN; "query": query and dout of row
     # 0 are.
     non_finite: str = ""
+    options: ShaderOptions = field(default_factory=ShaderOptions)
     seed: int = 0
 
     @property
     def tiles(self) -> tuple[int, int]:
         return (self.head_dim + 15) // 16 * 16, (self.value_dim + 15) // 16 * 16
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows of a threadgroup and of the other side per step, as cpp/src/metal/tuning.cpp."""
+        return (16, 8) if max(self.tiles) > 128 else (32, 16)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those that have something to do in this case."""
+        more = ["mask_gradient"] if self.options.mask not in ("", "bool") else []
+        more += ["slope_gradient"] if self.options.alibi else []
+        more += ["sink_gradient"] if self.options.sinks else []
+        return (*KERNELS, *more)
+
     def instantiation(self, kernel: str) -> str:
-        head, value = self.tiles
-        sizes = (
-            f"{DELTA_ROWS}"
-            if kernel == "delta"
-            else f"{head}, {value}, {BLOCK_ROWS}, {BLOCK_COLUMNS}"
-        )
+        if kernel in SUM_KERNELS:
+            return f'FLASHATTN_INSTANTIATE("{kernel}", {kernel}, {SUM_HEADS})'
+        tiles = ", ".join(str(n) for n in (*self.tiles, *self.block))
+        sizes = str(DELTA_ROWS) if kernel == "delta" else tiles
         function = "delta_rows" if kernel == "delta" else kernel
         return f'FLASHATTN_INSTANTIATE("{kernel}", {function}, {STORAGE[self.dtype]}, {sizes})'
 
@@ -117,19 +134,29 @@ class Launch:
 
 
 def staged(case: Case, kernel: str) -> Launch:
-    """The kernels that pass scores through threadgroup memory, and delta."""
-    rows = DELTA_ROWS if kernel == "delta" else BLOCK_ROWS
+    """The kernels that pass scores through threadgroup memory, delta, and the sums over rows."""
+    rows, columns = case.block
+    if kernel == "delta" or kernel in SUM_KERNELS:
+        rows, columns = (DELTA_ROWS if kernel == "delta" else SUM_HEADS), 0
     return Launch(
         kernel=kernel,
         shader=kernel,
         instantiation=case.instantiation(kernel),
         block_rows=rows,
-        block_columns=0 if kernel == "delta" else BLOCK_COLUMNS,
-        threads=rows * (32 if kernel == "delta" else 4),
-        constants={"forward": {}, "delta": {CONSTANT_HAS_DLSE: False}}.get(
-            kernel, {CONSTANT_ACCUMULATE: False}
-        ),
+        block_columns=columns,
+        threads=rows * (32 if columns == 0 else 4),
+        constants=constants_of(case, kernel),
     )
+
+
+def constants_of(case: Case, kernel: str) -> dict[int, bool]:
+    """Those that the kernel declares."""
+    if kernel in SUM_KERNELS:
+        return {}
+    if kernel == "delta":
+        return {CONSTANT_HAS_DLSE: False}
+    own = {CONSTANT_ACCUMULATE: False} if kernel.startswith("backward") else {}
+    return own | function_constants(case.options)
 
 
 @dataclass
@@ -154,48 +181,35 @@ def store(x: np.ndarray, dtype: str) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def visible(case: Case) -> np.ndarray:
-    rows, keys = np.arange(case.seqlen_q)[:, None], np.arange(case.seqlen_k)[None, :]
-    shift = case.seqlen_k - case.seqlen_q
-    return keys <= rows + shift if case.causal else np.ones((case.seqlen_q, case.seqlen_k), bool)
+def expected(
+    case: Case, a: dict[str, np.ndarray], options: dict[str, object]
+) -> dict[str, np.ndarray]:
+    """The oracle's results, by slot name."""
+    q, k, v, dout = (widen(a[name]) for name in ("query", "key", "value", "dout"))
+    options = {**options, "causal": case.causal}
+    forward = reference.attention(q, k, v, **options)
+    back = reference.attention_backward(dout, q, k, v, **options)
+    with np.errstate(invalid="ignore"):
+        delta = (forward.out * dout).sum(-1).transpose(0, 2, 1)
+    result = {"out": forward.out, "lse": forward.lse, "delta": delta}
+    result |= {name: getattr(back, name) for name in ("dq", "dk", "dv")}
+    for name in ("dmask", "dalibi_slopes", "dsinks"):
+        if getattr(back, name) is not None:
+            result[name] = getattr(back, name)
+    if case.options.alibi:
+        result["slope_rows"] = slope_rows(case, forward, dout, v)
+    return result
 
 
-def selected_product(weights: np.ndarray, x: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """weights @ x over the seen pairs alone: a NaN in a hidden row of x reaches nothing."""
-    terms = np.where(seen[..., None], weights[..., None] * x[:, :, None], 0)
-    return terms.sum(-2)
-
-
-def expected(case: Case, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Definition in float64, with hidden positions selected away."""
-    q, k, v, dout = (
-        widen(a[name]).transpose(0, 2, 1, 3) for name in ("query", "key", "value", "dout")
-    )
-    group = case.query_heads // case.kv_heads
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    seen = visible(case)
-    scale = case.head_dim**-0.5
-
-    def sum_group(x: np.ndarray) -> np.ndarray:
-        return x.reshape(case.batch, case.kv_heads, group, *x.shape[2:]).sum(2)
-
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        scores = np.where(seen, q @ k.swapaxes(-1, -2) * scale, -np.inf)
-        top = np.max(scores, -1, keepdims=True, initial=-1e300)
-        p = np.exp(scores - top)
-        total = p.sum(-1, keepdims=True)
-        lse = (top + np.log(total))[..., 0]
-        p = np.where(seen & (total != 0), p / np.where(total != 0, total, 1), 0)
-        out = selected_product(p, v, seen)
-        delta = (out * dout).sum(-1)
-        ds = np.where(seen, p * (dout @ v.swapaxes(-1, -2) - delta[..., None]), 0) * scale
-        back = {
-            "dq": selected_product(ds, k, seen),
-            "dk": sum_group(selected_product(ds.swapaxes(-1, -2), q, seen.T)),
-            "dv": sum_group(selected_product(p.swapaxes(-1, -2), dout, seen.T)),
-        }
-    result = {name: x.transpose(0, 2, 1, 3) for name, x in {"out": out, **back}.items()}
-    return {**result, "lse": lse, "delta": delta}
+def slope_rows(
+    case: Case, forward: reference.Result, dout: np.ndarray, value: np.ndarray
+) -> np.ndarray:
+    """What each row adds to the slope gradients: (batch, query_heads, seqlen_q)."""
+    v = np.repeat(value.transpose(0, 2, 1, 3), case.query_heads // case.kv_heads, 1)
+    p = forward.probabilities
+    dp = (dout.transpose(0, 2, 1, 3) @ v.swapaxes(-1, -2)) * forward.keep
+    ds = np.where(forward.visible, p * (dp - (p * dp).sum(-1, keepdims=True)), 0.0)
+    return -(ds * forward.distance).sum(-1)
 
 
 def make_tensors(case: Case) -> Tensors:
@@ -217,7 +231,8 @@ def make_tensors(case: Case) -> Tensors:
     if case.non_finite == "query":
         a["query"][:, 0] = nan
         a["dout"][:, 0] = nan
-    tensors = Tensors(a, expected(case, a))
+    options = make_options(case, store)
+    tensors = Tensors(a, expected(case, a, options.reference))
     for name, like in (("out", "dout"), ("dq", "query"), ("dk", "key"), ("dv", "value")):
         a[name] = np.full_like(a[like], 0xFFFF if case.dtype == "bfloat16" else np.nan)
     for name in ("lse", "delta"):
@@ -228,7 +243,20 @@ def make_tensors(case: Case) -> Tensors:
     interval = [-(2**30), end, case.seqlen_k, 0]
     a["row_intervals"] = np.tile(np.array(interval, np.int32), (case.batch, 1))
     a["params"] = np.frombuffer(bytearray(bytes(make_params(case))), np.uint8)
+    a["slope_rows"] = np.full_like(a["lse"], np.nan)
+    options.modifiers.tile_count = score_tiles(case, options.arrays.get("mask"))
+    a["modifiers"] = np.frombuffer(bytearray(bytes(options.modifiers)), np.uint8)
+    a |= options.arrays
     return tensors
+
+
+def score_tiles(case: Case, mask: np.ndarray | None) -> int:
+    """How many tiles of scores one tile of the mask is added to."""
+    if mask is None:
+        return 0
+    rows, keys = case.block
+    counts = (case.batch, case.query_heads, -(-case.seqlen_q // rows), -(-case.seqlen_k // keys))
+    return int(np.prod([n for n, size in zip(counts, mask.shape, strict=True) if size == 1]))
 
 
 def make_params(case: Case) -> Params:
@@ -266,9 +294,31 @@ def run_kernel(
 ) -> Run:
     """One staged kernel over its whole grid. accumulate: a gradient is added to what is there."""
     launch = staged(case, kernel)
-    if kernel != "delta" and kernel != "forward":
+    if kernel.startswith("backward"):
         launch = launch.with_constants({CONSTANT_ACCUMULATE: accumulate})
     return run_launch(library, launch, case, tensors)
+
+
+# Inputs of a kernel that are outputs of earlier ones.
+EARLIER = {
+    "delta": ("out",),
+    **dict.fromkeys(("backward_dq", *KEY_SIDE), ("lse", "delta")),
+    **dict.fromkeys(("mask_gradient", "sink_gradient"), ("lse", "delta")),
+    "slope_gradient": ("slope_rows",),
+}
+
+
+def threadgroups(launch: Launch, case: Case, tensors: Tensors) -> int:
+    """The whole grid."""
+    if launch.kernel in SUM_KERNELS:
+        name = "dalibi_slopes" if launch.kernel == "slope_gradient" else "dsinks"
+        return -(-tensors.arrays[name].size // launch.block_rows)
+    if launch.kernel == "mask_gradient":
+        batch, heads, rows, keys = tensors.arrays["mask"].shape
+        return batch * heads * -(-rows // launch.block_rows) * -(-keys // launch.block_columns)
+    rows = case.seqlen_k if launch.key_side else case.seqlen_q
+    heads = case.kv_heads if launch.key_side else case.query_heads
+    return -(-rows // launch.block_rows) * heads * case.batch
 
 
 def run_launch(library: Library, launch: Launch, case: Case, tensors: Tensors) -> Run:
@@ -276,15 +326,10 @@ def run_launch(library: Library, launch: Launch, case: Case, tensors: Tensors) -
     from `expected`.
     """
     a = dict(tensors.arrays)
-    if launch.kernel.startswith("backward"):
-        a["lse"] = np.ascontiguousarray(tensors.expected["lse"], np.float32)
-        a["delta"] = np.ascontiguousarray(tensors.expected["delta"], np.float32)
-    if launch.kernel == "delta":
-        a["out"] = store(tensors.expected["out"], case.dtype)
-    buffers: list[np.ndarray | bytes | None] = [a[name] for name in SLOTS]
-    rows = case.seqlen_k if launch.key_side else case.seqlen_q
-    heads = case.kv_heads if launch.key_side else case.query_heads
-    groups = (rows + launch.block_rows - 1) // launch.block_rows * heads * case.batch
+    for name in EARLIER.get(launch.kernel, ()):
+        a[name] = store(tensors.expected[name], case.dtype if name == "out" else "float32")
+    buffers: list[np.ndarray | bytes | None] = [a.get(name) for name in SLOTS]
+    groups = threadgroups(launch, case, tensors)
     compiled = library.kernel(launch.kernel, launch.constants)
     return compiled((groups, 1, 1), (launch.threads, 1, 1), buffers)
 
@@ -296,15 +341,23 @@ OUTPUTS = {
     "backward_dv": ("dv",),
     "backward_dk": ("dk",),
     "backward_dkv": ("dk", "dv"),
+    "mask_gradient": ("dmask",),
+    "slope_gradient": ("dalibi_slopes",),
+    "sink_gradient": ("dsinks",),
 }
 
 
-def worst_error(kernel: str, tensors: Tensors) -> float:
+def outputs(case: Case, kernel: str) -> tuple[str, ...]:
+    slopes = kernel == "backward_dq" and case.options.alibi != ""
+    return (*OUTPUTS[kernel], "slope_rows") if slopes else OUTPUTS[kernel]
+
+
+def worst_error(case: Case, kernel: str, tensors: Tensors) -> float:
     """Largest |result - expected| over the kernel's outputs; equal infinities and NaNs count as no
     error.
     """
     worst = 0.0
-    for name in OUTPUTS[kernel]:
+    for name in outputs(case, kernel):
         got, want = widen(tensors.arrays[name]), tensors.expected[name]
         same = (got == want) | (np.isnan(got) & np.isnan(want))
         with np.errstate(invalid="ignore"):

@@ -41,7 +41,7 @@ def test_numbers(kernel: str, dtype: str, simulator: Simulator) -> None:
     )
     # The delta of 16-bit tensors is taken of an out that is itself rounded.
     factor = 4 if kernel == "delta" else 1
-    assert worst_error(kernel, tensors) <= factor * ROUNDINGS[dtype] * max(size, 1.0)
+    assert worst_error(case, kernel, tensors) <= factor * ROUNDINGS[dtype] * max(size, 1.0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

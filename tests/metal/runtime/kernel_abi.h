@@ -9,7 +9,7 @@
 
 namespace metal_sim::abi {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kExchangeStride = 64;  // bytes between the slots of two lanes
 constexpr int kMaxBuffers = 31;
 // A fiber's stack fills one block of this size and alignment, so that two addresses tell by their
@@ -84,6 +84,7 @@ struct ArgumentSpec {
   bool is_reference;
   size_t element_size;
   const char* name;
+  int32_t condition;  // index of the function constant without which it is absent; -1: none
 };
 
 struct KernelSpec {

@@ -56,6 +56,7 @@ class LoadedKernel final : public Kernel {
         constants_(constants.begin(), constants.end()) {
     for (std::uint32_t i = 0; i < spec.argument_count; ++i) {
       const abi::ArgumentSpec& a = spec.arguments[i];
+      if (a.condition >= 0 && !is_on(static_cast<std::uint32_t>(a.condition))) continue;
       arguments_.push_back({.kind = static_cast<ArgumentKind>(a.kind),
                             .index = a.index,
                             .read_only = a.read_only,
@@ -90,6 +91,13 @@ class LoadedKernel final : public Kernel {
   }
 
  private:
+  // Whether the boolean function constant was given as true.
+  bool is_on(std::uint32_t index) const {
+    return std::any_of(constants_.begin(), constants_.end(), [index](const ConstantValue& value) {
+      return value.index == index && value.bytes[0] != 0;
+    });
+  }
+
   void fill_state(DispatchState& state, const DispatchRequest& request) const {
     state.kernel = &spec_;
     state.constants = constants_;
@@ -101,8 +109,10 @@ class LoadedKernel final : public Kernel {
     if (request.threads_per_grid[0] == 0)
       for (std::size_t k = 0; k < 3; ++k)
         state.threads_per_grid[k] = request.threadgroups[k] * request.threads_per_threadgroup[k];
-    for (std::size_t i = 0; i < request.buffers.size(); ++i)
-      state.buffers[i] = request.buffers[i].pointer;
+    // An argument that a function constant turned off has no buffer, whatever is bound there.
+    for (const Argument& argument : arguments_)
+      if (argument.kind != ArgumentKind::kThreadgroup)
+        state.buffers[argument.index] = request.buffers[argument.index].pointer;
     state.threadgroup_lengths.assign(request.threadgroup_lengths.begin(),
                                      request.threadgroup_lengths.end());
   }

@@ -40,13 +40,14 @@ INDICES = {
 @dataclass(frozen=True)
 class Parameter:
     """kind: buffer, constant, threadgroup (index is a C++ expression), position or index (index is
-    the field).
+    the field). condition: the function constant without which the argument is not there.
     """
 
     kind: str
     index: str
     name: str
     is_reference: bool = False
+    condition: str = ""
 
 
 @dataclass
@@ -117,7 +118,8 @@ def parse_parameter(tokens: list[Token], kernel: str) -> Parameter:
         if index is not None:
             if kind == "buffer" and "constant" in texts:
                 kind = "constant"
-            return Parameter(kind, join(index), name, "&" in texts)
+            condition = attribute(attributes, "function_constant")
+            return Parameter(kind, join(index), name, "&" in texts, join(condition or []))
     for names, kind in ((POSITIONS, "position"), (INDICES, "index")):
         for token in attributes:
             if token.text in names:

@@ -21,17 +21,23 @@ def call_argument(parameter: Parameter) -> str:
     return f"metal_sim::{adaptor}{{invocation.{table}[{parameter.index}]}}"
 
 
-def argument_spec(parameter: Parameter) -> str:
+def argument_spec(parameter: Parameter, constants: dict[str, str]) -> str:
+    """`constants`: the index of each function constant, by name."""
     kind = _KINDS[parameter.kind]
     index = f"uint32_t({parameter.index})" if kind >= 0 else "0"
     reference = "true" if parameter.is_reference else "false"
-    return f'{{{kind}, {index}, false, {reference}, 0, "{parameter.name}"}}'
+    if parameter.condition and parameter.condition not in constants:
+        raise TranslationError(f"{parameter.name}: {parameter.condition} is no function constant")
+    condition = constants.get(parameter.condition, "-1")
+    return f'{{{kind}, {index}, false, {reference}, 0, "{parameter.name}", {condition}}}'
 
 
-def instance_text(number: int, instance: Instance, kernel: Kernel) -> str:
+def instance_text(
+    number: int, instance: Instance, kernel: Kernel, constants: dict[str, str]
+) -> str:
     function = f"{instance.function}{instance.arguments}"
     call = ", ".join(call_argument(parameter) for parameter in kernel.parameters)
-    specs = ", ".join(argument_spec(parameter) for parameter in kernel.parameters)
+    specs = ", ".join(argument_spec(parameter, constants) for parameter in kernel.parameters)
     count = len(kernel.parameters)
     thunk = f"METAL_SIM_THUNK void invoke_{number}(const abi::Invocation& invocation)"
     text = f"{thunk} {{ ::{function}({call}); }}\n"
@@ -63,11 +69,12 @@ def tables(program: Program) -> str:
     for kernel in program.kernels.values():
         text += limits_text(kernel)
     rows = []
+    indices = {name: index for index, _, name in program.constants}
     for number, instance in enumerate(program.instances):
         kernel = program.kernels.get(instance.function)
         if kernel is None:
             raise TranslationError(f"{instance.host_name}: no kernel named {instance.function}")
-        text += instance_text(number, instance, kernel)
+        text += instance_text(number, instance, kernel, indices)
         rows.append(kernel_row(number, instance, kernel))
     constants = [
         f'{{uint32_t({index}), "{name}", sizeof({kind})}}'
