@@ -9,7 +9,8 @@ constant bool has_dlse [[function_constant(kConstantHasDlse)]];
 template <typename T, uint rows>
 [[kernel]] void delta_rows(device const T* out [[buffer(kBufferOut)]],
                            device const T* dout [[buffer(kBufferDout)]],
-                           device const float* dlse [[buffer(kBufferDlse)]],
+                           device const float* dlse
+                           [[buffer(kBufferDlse), function_constant(has_dlse)]],
                            device float* delta [[buffer(kBufferDelta)]],
                            constant AttentionParams& params [[buffer(kBufferParams)]],
                            uint threadgroup_index [[threadgroup_position_in_grid]],

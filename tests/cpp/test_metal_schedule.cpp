@@ -5,66 +5,20 @@
 #include <string>
 #include <vector>
 
-#include "core/make_visibility.h"
 #include "metal/schedule.h"
 #include "metal/tuning.h"
+#include "metal_calls.h"
 
 namespace {
 
 namespace fa = flashattn;
 namespace metal = flashattn::metal;
-
-// A call over addresses that are never touched: the schedule reads shapes and strides alone. They
-// lie far apart, for make_problem refuses outputs that overlap inputs.
-struct Call {
-  fa::BackwardTensors tensors;
-  fa::AttentionProblem problem{};
-  std::vector<fa::Visibility> visibility{};
-};
-
-struct Sizes {
-  int batch, query_heads, kv_heads, seqlen_q, seqlen_k, head_dim, value_dim;
-};
-
-Call make_call(const Sizes& s, fa::DType dtype, const fa::AttentionOptions& options,
-               bool dlse = false) {
-  std::uintptr_t address = 0;
-  const auto memory = [&address] {
-    address += std::uintptr_t{1} << 50;
-    return reinterpret_cast<void*>(address);
-  };
-  const auto rows = [&](int length, int heads, int dim) {
-    return fa::contiguous_view(memory(), dtype, s.batch, length, heads, dim);
-  };
-  const auto table = [&] {
-    return fa::contiguous_view(memory(), fa::DType::kFloat32, s.batch, s.query_heads, s.seqlen_q);
-  };
-  Call call{.tensors = {.inputs = {.query = rows(s.seqlen_q, s.query_heads, s.head_dim),
-                                   .key = rows(s.seqlen_k, s.kv_heads, s.head_dim),
-                                   .value = rows(s.seqlen_k, s.kv_heads, s.value_dim)},
-                        .out = rows(s.seqlen_q, s.query_heads, s.value_dim),
-                        .lse = table(),
-                        .dout = rows(s.seqlen_q, s.query_heads, s.value_dim),
-                        .dq = rows(s.seqlen_q, s.query_heads, s.head_dim),
-                        .dk = rows(s.seqlen_k, s.kv_heads, s.head_dim),
-                        .dv = rows(s.seqlen_k, s.kv_heads, s.value_dim)}};
-  if (dlse) call.tensors.dlse = table();
-  call.problem = fa::make_problem(call.tensors, options);
-  call.visibility = fa::make_visibilities(call.problem, call.tensors.inputs);
-  return call;
-}
-
-const metal::DeviceFacts kM1{.name = "M1", .apple_family = 7};
-
-metal::Schedule forward_of(const Call& call, const metal::DeviceFacts& facts = kM1) {
-  const fa::ForwardTensors tensors{
-      .inputs = call.tensors.inputs, .out = call.tensors.out, .lse = call.tensors.lse};
-  return metal::schedule_forward(call.problem, tensors, call.visibility, facts);
-}
-
-metal::Schedule backward_of(const Call& call, const metal::DeviceFacts& facts = kM1) {
-  return metal::schedule_backward(call.problem, call.tensors, call.visibility, facts);
-}
+using metal_calls::backward_of;
+using metal_calls::Call;
+using metal_calls::forward_of;
+using metal_calls::kM1;
+using metal_calls::make_call;
+using metal_calls::Sizes;
 
 }  // namespace
 
@@ -82,7 +36,7 @@ BOOST_AUTO_TEST_CASE(forward_golden) {
 
 BOOST_AUTO_TEST_CASE(backward_golden) {
   const Call call = make_call({1, 6, 3, 40, 40, 72, 130}, fa::DType::kBFloat16,
-                              {.window = {.left = 5, .right = 2}}, /*dlse=*/true);
+                              {.window = {.left = 5, .right = 2}}, {.dlse = true});
   BOOST_TEST(
       to_string(backward_of(call)) ==
       "command_buffer 0: delta_bfloat16_r8+dlse threadgroups 0+30 x 256 threads, 0 B: "
@@ -136,7 +90,7 @@ BOOST_AUTO_TEST_CASE(long_problems_are_split) {
       command_buffer = dispatch.command_buffer;
       next += dispatch.threadgroups;
     }
-    const bool backward = schedule.dispatches.size() > 1 && schedule.delta_bytes != 0;
+    const bool backward = schedule.dispatches.size() > 1 && !schedule.scratch.empty();
     BOOST_TEST(next == (backward ? 8U : 32U) * ((1U << 20) / 32U));
   }
 }
@@ -217,8 +171,6 @@ BOOST_AUTO_TEST_CASE(refusals_name_the_reason) {
   };
   const Sizes small{1, 1, 1, 4, 4, 16, 16};
   BOOST_TEST(metal::supports(make_call(small, fa::DType::kFloat32, {}).problem, kM1).ok);
-  BOOST_TEST(reason(small, {.softcap = 1.0F}).starts_with("softcap"));
-  BOOST_TEST(reason(small, {.dropout = {.probability = 0.5}}).starts_with("dropout_p"));
   BOOST_TEST(reason({1, 1, 1, 4, 4, 257, 16}, {}).starts_with("head_dim and value_dim"));
   BOOST_TEST(reason({1, 1, 1, 1 << 30, 4, 16, 16}, {}).starts_with("sequences must be shorter"));
   BOOST_TEST(reason({1 << 24, 1 << 12, 1, 1, 1, 16, 16}, {}).find("2^32 blocks") !=
@@ -226,6 +178,41 @@ BOOST_AUTO_TEST_CASE(refusals_name_the_reason) {
   metal::DeviceFacts old = kM1;
   old.apple_family = 6;
   BOOST_TEST(reason(small, {}, old).starts_with("simdgroup matrices"));
+}
+
+// A device with less threadgroup memory gets smaller blocks, and a reason when no block fits.
+BOOST_AUTO_TEST_CASE(geometry_fits_the_device) {
+  const Call call = make_call({1, 2, 1, 33, 17, 256, 256}, fa::DType::kFloat32, {});
+  metal::DeviceFacts facts = kM1;
+  facts.max_threadgroup_memory = 18000;
+  BOOST_TEST(choose_geometry(call.problem, kM1).block_rows == 16);
+  BOOST_TEST(choose_geometry(call.problem, facts).block_rows == 8);
+  BOOST_TEST(metal::supports(call.problem, facts).ok);
+  for (const metal::Dispatch& dispatch : backward_of(call, facts).dispatches) {
+    BOOST_TEST(threadgroup_memory(dispatch.key) <= facts.max_threadgroup_memory);
+  }
+  facts.max_threadgroup_memory = 4096;
+  BOOST_TEST(metal::supports(call.problem, facts)
+                 .reason.find("bytes of threadgroup memory, M1 has "
+                              "4096") != std::string::npos);
+  facts = kM1;
+  facts.max_threads_per_threadgroup = 128;
+  BOOST_TEST(metal::supports(call.problem, facts).reason ==
+             "the kernels need 256 threads per threadgroup, M1 has 128");
+}
+
+BOOST_AUTO_TEST_CASE(arrays_longer_than_a_buffer_are_refused) {
+  metal::DeviceFacts facts = kM1;
+  facts.max_buffer_length = 1 << 20;
+  const auto reason = [&](const Sizes& sizes, const metal_calls::Extras& extras = {}) {
+    return metal::supports(make_call(sizes, fa::DType::kFloat16, {}, extras).problem, facts).reason;
+  };
+  BOOST_TEST(reason({1, 1, 1, 8, 8, 16, 16}).empty());
+  BOOST_TEST(reason({1, 1, 1, 8, 32768, 16, 16}).empty());
+  BOOST_TEST(reason({1, 1, 1, 8, 32769, 16, 16}) ==
+             "key takes 1048608 bytes, a buffer of M1 holds at most 1048576");
+  const fa::TensorView mask = fa::contiguous_view(nullptr, fa::DType::kBool, 1025, 1024);
+  BOOST_TEST(reason({1, 1, 1, 1025, 1024, 16, 16}, {.mask = mask}).starts_with("mask takes"));
 }
 
 BOOST_AUTO_TEST_SUITE_END()

@@ -17,7 +17,8 @@ constexpr std::uintptr_t kPageSize = 16384;  // of Apple silicon
 // none of it.
 bool CallBuffers::adopt(const TensorView& view, BoundTensor* bound) {
   bound->view = view;
-  if (byte_count(view) == 0) return false;  // nothing to adopt, but the slot needs a buffer
+  if (byte_count(view) == 0) return false;          // nothing to adopt, but the slot needs a buffer
+  if (view.dtype == DType::kFloat64) return false;  // no kernel knows it
   const ByteRange range = touched_bytes(view);
   if (range.before != 0) return false;  // a kernel never goes below the address that is bound
   if (view.device == DeviceKind::kMetal) {
@@ -38,7 +39,8 @@ bool CallBuffers::adopt(const TensorView& view, BoundTensor* bound) {
   return true;
 }
 
-BoundTensor CallBuffers::stage(const TensorView& view) {
+BoundTensor CallBuffers::stage(TensorView view) {
+  if (view.dtype == DType::kFloat64) view.dtype = DType::kFloat32;
   BufferPool::Lease lease = pool_->take(byte_count(view));
   BoundTensor bound{.where = {lease.get(), 0},
                     .view = contiguous_like(view, lease.get()->contents())};
@@ -54,7 +56,8 @@ BoundTensor CallBuffers::input(const TensorView& view) {
     return bound;
   }
   bound = stage(view);
-  strided_copy(bound.view, host_view(view));
+  const bool narrowed = view.dtype != bound.view.dtype;
+  (narrowed ? copy_narrowed : strided_copy)(bound.view, host_view(view));
   counters_->copied_bytes += byte_count(view);
   return bound;
 }
@@ -70,10 +73,6 @@ BoundTensor CallBuffers::output(const TensorView& view) {
   return bound;
 }
 
-BoundTensor CallBuffers::output_or_scratch(const TensorView& view, const TensorView& like) {
-  return view ? output(view) : stage(like);
-}
-
 BoundBuffer CallBuffers::scratch(std::size_t bytes) {
   leases_.push_back(pool_->take(bytes));
   return {leases_.back().get(), 0};
@@ -87,7 +86,8 @@ BoundBuffer CallBuffers::table(const void* source, std::size_t bytes) {
 
 void CallBuffers::finish() {
   for (const StagedOutput& staged : staged_outputs_) {
-    strided_copy(host_view(staged.destination), staged.source);
+    const bool widened = staged.destination.dtype != staged.source.dtype;
+    (widened ? copy_widened : strided_copy)(host_view(staged.destination), staged.source);
     counters_->copied_bytes += byte_count(staged.source);
   }
   staged_outputs_.clear();

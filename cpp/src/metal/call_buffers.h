@@ -39,10 +39,9 @@ class CallBuffers {
   CallBuffers(MTL::Device* device, BufferPool* pool, CopyCounters* counters)
       : device_(device), pool_(pool), counters_(counters) {}
 
+  // A float64 view is staged as float32.
   BoundTensor input(const TensorView& view);
   BoundTensor output(const TensorView& view);
-  // `view`, or where it is absent scratch memory in the shape of `like`.
-  BoundTensor output_or_scratch(const TensorView& view, const TensorView& like);
   // Scratch memory of the GPU, undefined content.
   BoundBuffer scratch(std::size_t bytes);
   // Scratch memory that holds a copy of `bytes` bytes from `source`.
@@ -57,7 +56,7 @@ class CallBuffers {
   };
 
   bool adopt(const TensorView& view, BoundTensor* bound);
-  BoundTensor stage(const TensorView& view);
+  BoundTensor stage(TensorView view);
 
   MTL::Device* device_;
   BufferPool* pool_;

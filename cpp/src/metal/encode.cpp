@@ -17,17 +17,15 @@ using Pipelines = std::vector<NS::SharedPtr<MTL::ComputePipelineState>>;
 
 void bind_slots(MTL::ComputeCommandEncoder* encoder, const Dispatch& dispatch,
                 const SlotTable& slots) {
-  for (const Binding& binding : dispatch.bindings) {
+  for (const Binding& binding : bindings(dispatch.key)) {
     const BoundBuffer& bound = slots[binding.slot];
     assert(bound.buffer != nullptr);
     encoder->setBuffer(bound.buffer, bound.offset, binding.slot);
   }
-  // delta declares dlse also where a function constant turns it off, and every declared slot has to
-  // be bound.
-  if (dispatch.key.kind == KernelKind::kDelta && !dispatch.key.has_dlse) {
-    encoder->setBuffer(slots[abi::kBufferDelta].buffer, 0, abi::kBufferDlse);
-  }
   encoder->setBytes(&dispatch.params, sizeof dispatch.params, abi::kBufferParams);
+  if (takes_modifiers(dispatch.key)) {
+    encoder->setBytes(&dispatch.modifiers, sizeof dispatch.modifiers, abi::kBufferModifiers);
+  }
 }
 
 // Encodes the dispatches [first, last) into one command buffer and commits it.

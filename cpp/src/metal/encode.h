@@ -13,7 +13,7 @@ namespace flashattn::metal {
 
 // What stands behind each buffer slot of a call; a null buffer is a slot that the call does not
 // use.
-using SlotTable = std::array<BoundBuffer, abi::kBufferParams>;
+using SlotTable = std::array<BoundBuffer, abi::kBufferCount>;
 
 // Runs every dispatch and returns when the GPU is done. Throws DeviceError with the driver's text
 // and the kernels of the command buffer that failed; by then the GPU is done with every command

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "shaders/abi.h"
-
 namespace flashattn::metal {
 
 namespace {
@@ -30,10 +28,14 @@ std::string function_template(KernelKind kind) {
   return kind == KernelKind::kDelta ? "delta_rows" : shader_file(kind);
 }
 
-bool is_backward_product(KernelKind kind) {
-  return kind == KernelKind::kBackwardDq || kind == KernelKind::kBackwardDv ||
-         kind == KernelKind::kBackwardDk;
+// Kernels without tiles: a row or a head to each simdgroup.
+bool is_row_kernel(KernelKind kind) {
+  return kind == KernelKind::kDelta || kind == KernelKind::kSlopeGradient ||
+         kind == KernelKind::kSinkGradient;
 }
+
+// Those read and write float tables alone, so there is one of each.
+bool is_sum(KernelKind kind) { return is_row_kernel(kind) && kind != KernelKind::kDelta; }
 
 }  // namespace
 
@@ -49,12 +51,19 @@ std::string shader_file(KernelKind kind) {
       return "backward_dv";
     case KernelKind::kBackwardDk:
       return "backward_dk";
+    case KernelKind::kMaskGradient:
+      return "mask_gradient";
+    case KernelKind::kSlopeGradient:
+      return "slope_gradient";
+    case KernelKind::kSinkGradient:
+      return "sink_gradient";
   }
   return "?";
 }
 
 std::string function_name(const KernelKey& key) {
-  std::string name = shader_file(key.kind) + "_" + std::string(dtype_name(key.dtype));
+  std::string name = shader_file(key.kind);
+  if (!is_sum(key.kind)) name += "_" + std::string(dtype_name(key.dtype));
   if (key.head_tile != 0) name += "_d" + std::to_string(key.head_tile);
   if (key.value_tile != 0) name += "_v" + std::to_string(key.value_tile);
   name += "_r" + std::to_string(key.block_rows);
@@ -63,44 +72,33 @@ std::string function_name(const KernelKey& key) {
 }
 
 std::string instantiation(const KernelKey& key) {
-  std::string arguments = storage_type(key.dtype);
+  std::string arguments = is_sum(key.kind) ? "" : storage_type(key.dtype) + ", ";
+  std::string sizes;
   for (const int size : {key.head_tile, key.value_tile, key.block_rows, key.block_columns}) {
-    if (size != 0) arguments += ", " + std::to_string(size);
+    if (size != 0) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
   }
   return "FLASHATTN_INSTANTIATE(\"" + function_name(key) + "\", " + function_template(key.kind) +
-         ", " + arguments + ")";
-}
-
-std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
-  if (key.kind == KernelKind::kDelta) return {{abi::kConstantHasDlse, key.has_dlse}};
-  if (is_backward_product(key.kind)) return {{abi::kConstantAccumulate, key.accumulate}};
-  return {};
-}
-
-std::string to_string(const KernelKey& key) {
-  std::string text = function_name(key);
-  if (key.accumulate) text += "+accumulate";
-  if (key.has_dlse) text += "+dlse";
-  return text;
+         ", " + arguments + sizes + ")";
 }
 
 int threads_per_threadgroup(const KernelKey& key) {
-  // delta gives a row to each simdgroup, the others give it eight.
-  const int rows = key.kind == KernelKind::kDelta ? 1 : kFragment;
-  return key.block_rows / rows * kSimdWidth;
+  const int rows_of_simdgroup = is_row_kernel(key.kind) ? 1 : kFragment;
+  return key.block_rows / rows_of_simdgroup * kSimdWidth;
 }
 
 std::int64_t threadgroup_memory(const KernelKey& key) {
-  if (key.kind == KernelKind::kDelta) return 0;
+  if (is_row_kernel(key.kind)) return 0;
   const int strips = key.block_rows / kFragment;
   const int tiles = key.block_columns * (key.head_tile + key.value_tile + 2 * kPadding);
   const int arena =
       std::max({tiles, key.block_rows * key.head_tile, key.block_rows * key.value_tile});
   const int scores = key.block_rows * (key.block_columns + kPadding);
-  const bool two_score_tiles =
-      key.kind == KernelKind::kBackwardDq || key.kind == KernelKind::kBackwardDk;
-  int floats = arena + scores * (two_score_tiles ? 2 : 1) + strips * kFragment * kFragment;
-  floats += key.block_rows + strips;  // visible, non_finite
+  const bool one_score_tile =
+      key.kind == KernelKind::kForward || key.kind == KernelKind::kBackwardDv;
+  int floats = arena + scores * (one_score_tile ? 1 : 2);
+  if (key.kind != KernelKind::kMaskGradient) {
+    floats += strips * kFragment * kFragment + key.block_rows + strips;  // scratch, visible,
+  }  // non_finite
   if (key.kind == KernelKind::kBackwardDv) floats += key.block_columns;
   if (key.kind == KernelKind::kBackwardDk) floats += 2 * key.block_columns;
   constexpr std::int64_t kGranule = 16;  // bytes, in which Metal counts threadgroup memory

@@ -3,25 +3,51 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "flashattn/tensor.h"
+#include "shaders/abi.h"
 
 namespace flashattn::metal {
 
-enum class KernelKind : std::uint8_t { kForward, kDelta, kBackwardDq, kBackwardDv, kBackwardDk };
+enum class KernelKind : std::uint8_t {
+  kForward,
+  kDelta,
+  kBackwardDq,
+  kBackwardDv,
+  kBackwardDk,
+  kMaskGradient,
+  kSlopeGradient,
+  kSinkGradient,
+};
+
+// Options that a kernel is specialised for; all off is the plain kernel.
+struct KernelOptions {
+  bool softcap = false;
+  bool alibi = false;
+  std::optional<DType>
+      mask{};  // of the mask that the kernel reads: bool, float32, half or bfloat16
+  bool sinks = false;
+  bool dropout = false;
+  bool slope_gradient = false;  // dq: writes what each row adds to dalibi_slopes
+
+  bool operator==(const KernelOptions&) const = default;
+  bool any() const { return *this != KernelOptions{}; }
+};
 
 struct KernelKey {
   KernelKind kind = KernelKind::kForward;
   DType dtype = DType::kFloat32;  // storage type of every tensor
-  // head_dim and value_dim rounded up to a tile size; 0 where the kernel has no such tile (delta).
+  // head_dim and value_dim rounded up to a tile size; 0 where the kernel has no such tile.
   int head_tile = 0;
   int value_tile = 0;
-  int block_rows = 0;     // rows a threadgroup owns: queries, or keys for dv and dk
-  int block_columns = 0;  // rows of the other side it takes per step; 0 for delta
+  int block_rows = 0;  // rows a threadgroup owns: queries, keys for dv and dk, heads for the sums
+  int block_columns = 0;  // rows of the other side it takes per step; 0 for delta and the sums
   bool accumulate = false;
   bool has_dlse = false;
+  KernelOptions options{};
 
   bool operator==(const KernelKey&) const = default;
 };
@@ -30,6 +56,15 @@ struct KernelKey {
 struct FunctionConstantValue {
   std::uint32_t id = 0;
   bool value = false;
+};
+
+// A buffer that a kernel uses. Each slot stands for one tensor of the call, a table or scratch of
+// the schedule; parameters travel with the dispatch and are not among them.
+struct Binding {
+  abi::BufferSlot slot = abi::kBufferQuery;
+  bool written = false;
+
+  bool operator==(const Binding&) const = default;
 };
 
 // The file in shaders/ that holds the kernel, without its ending: "backward_dq".
@@ -44,6 +79,12 @@ std::string instantiation(const KernelKey& key);
 
 // The constants the kernel declares, with this key's values.
 std::vector<FunctionConstantValue> function_constants(const KernelKey& key);
+
+// The buffers the kernel uses with this key's constants.
+std::vector<Binding> bindings(const KernelKey& key);
+
+// Whether the kernel reads ModifierParams.
+bool takes_modifiers(const KernelKey& key);
 
 // function_name and the constants that are on: unique per key, for caches and diagnostics.
 std::string to_string(const KernelKey& key);

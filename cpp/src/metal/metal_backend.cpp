@@ -10,9 +10,11 @@
 #include "metal/call_buffers.h"
 #include "metal/device.h"
 #include "metal/encode.h"
+#include "metal/mask_table.h"
 #include "metal/objects.h"
 #include "metal/pipeline_cache.h"
 #include "metal/schedule.h"
+#include "metal/schedule_tensors.h"
 #include "metal/strided_copy.h"
 
 namespace flashattn {
@@ -46,6 +48,54 @@ std::vector<Visibility> visibilities(const AttentionProblem& problem,
   host.q_offsets = host_view(inputs.q_offsets);
   host.kv_lengths = host_view(inputs.kv_lengths);
   return make_visibilities(problem, host);
+}
+
+// A mask as what differs: its axes of stride 0 have one element.
+TensorView without_repeats(TensorView mask) {
+  for (int axis = 0; axis < mask.rank; ++axis) {
+    const auto i = static_cast<std::size_t>(axis);
+    if (mask.stride[i] == 0 && mask.shape[i] > 1) mask.shape[i] = 1;
+  }
+  return mask;
+}
+
+// Binds every tensor of the call that is there, and leaves in its struct what the kernels see.
+void bind_tensors(const std::vector<CallTensor>& table, CallBuffers* buffers, SlotTable* slots) {
+  for (const CallTensor& tensor : table) {
+    if (!*tensor.view) continue;
+    BoundTensor bound;
+    switch (tensor.role) {
+      case TensorRole::kInput:
+        bound = buffers->input(*tensor.view);
+        break;
+      case TensorRole::kMask:
+        bound = buffers->input(without_repeats(*tensor.view));
+        break;
+      case TensorRole::kOutput:
+        bound = buffers->output(*tensor.view);
+        break;
+    }
+    (*slots)[tensor.slot] = bound.where;
+    *tensor.view = bound.view;
+  }
+}
+
+template <typename Item>
+BoundBuffer table_of(const std::vector<Item>& items, CallBuffers* buffers) {
+  return buffers->table(items.data(), items.size() * sizeof(Item));
+}
+
+// Binds the tables and the scratch memory of the schedule.
+void bind_tables(const Schedule& schedule, const AttentionProblem& problem, const TensorView& mask,
+                 CallBuffers* buffers, SlotTable* slots) {
+  (*slots)[abi::kBufferRowIntervals] = table_of(schedule.row_intervals, buffers);
+  if (problem.alibi) (*slots)[abi::kBufferRowShifts] = table_of(schedule.row_shifts, buffers);
+  if (mask) {
+    (*slots)[abi::kBufferMaskTiles] = table_of(mask_table(problem, host_view(mask)), buffers);
+  }
+  for (const Scratch& scratch : schedule.scratch) {
+    (*slots)[scratch.slot] = buffers->scratch(static_cast<std::size_t>(scratch.bytes));
+  }
 }
 
 void fill_zero(const TensorView& view) {
@@ -101,8 +151,9 @@ Support MetalBackend::available() const {
 }
 
 std::vector<std::string> MetalBackend::features() const {
-  return {"forward",   "backward", "float32", "float16",  "bfloat16", "gqa",
-          "value_dim", "causal",   "window",  "q_offset", "k_offset", "kv_lengths"};
+  return {"forward",   "backward", "float32",      "float16",  "bfloat16", "gqa",
+          "value_dim", "causal",   "window",       "q_offset", "k_offset", "kv_lengths",
+          "mask",      "softcap",  "alibi_slopes", "sinks",    "dropout_p"};
 }
 
 Support MetalBackend::supports(const AttentionProblem& problem) const {
@@ -119,57 +170,34 @@ void MetalBackend::forward(const AttentionProblem& problem, const ForwardTensors
   CallBuffers buffers = call_buffers(here);
   SlotTable slots{};
   ForwardTensors bound = tensors;  // with the strides that the kernels see
-  const auto bind = [&](abi::BufferSlot slot, TensorView* view, const BoundTensor& tensor) {
-    slots[slot] = tensor.where;
-    *view = tensor.view;
-  };
-  bind(abi::kBufferQuery, &bound.inputs.query, buffers.input(tensors.inputs.query));
-  bind(abi::kBufferKey, &bound.inputs.key, buffers.input(tensors.inputs.key));
-  bind(abi::kBufferValue, &bound.inputs.value, buffers.input(tensors.inputs.value));
-  bind(abi::kBufferOut, &bound.out, buffers.output(tensors.out));
-  bind(abi::kBufferLse, &bound.lse, buffers.output(tensors.lse));
-
+  bind_tensors(call_tensors(bound), &buffers, &slots);
   const Schedule schedule =
       schedule_forward(problem, bound, visibilities(problem, tensors.inputs), here->device.facts());
-  const std::vector<abi::RowInterval>& rows = schedule.row_intervals;
-  slots[abi::kBufferRowIntervals] =
-      buffers.table(rows.data(), rows.size() * sizeof(abi::RowInterval));
+  bind_tables(schedule, problem, bound.inputs.mask, &buffers, &slots);
   run_schedule(here->device, here->pipelines, schedule, slots);
   buffers.finish();
 }
 
 void MetalBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
-  if (is_empty(problem) || problem.seqlen_k == 0) {
-    for (const TensorView* view : {&tensors.dq, &tensors.dk, &tensors.dv}) fill_zero(*view);
-    return;
+  // Without scores only a sink has a gradient.
+  const bool no_scores = is_empty(problem) || problem.seqlen_k == 0;
+  BackwardTensors bound = tensors;  // with the strides that the kernels see
+  if (no_scores) {
+    for (TensorView* view : {&bound.dq, &bound.dk, &bound.dv, &bound.dmask, &bound.dalibi_slopes}) {
+      fill_zero(*view);
+      *view = {};
+    }
+    if (is_empty(problem)) fill_zero(bound.dsinks);
+    if (is_empty(problem) || !bound.dsinks) return;
   }
   const AutoreleaseScope scope;
   Session* here = session();
   CallBuffers buffers = call_buffers(here);
   SlotTable slots{};
-  BackwardTensors bound = tensors;  // with the strides that the kernels see
-  const auto bind = [&](abi::BufferSlot slot, TensorView* view, const BoundTensor& tensor) {
-    slots[slot] = tensor.where;
-    *view = tensor.view;
-  };
-  bind(abi::kBufferQuery, &bound.inputs.query, buffers.input(tensors.inputs.query));
-  bind(abi::kBufferKey, &bound.inputs.key, buffers.input(tensors.inputs.key));
-  bind(abi::kBufferValue, &bound.inputs.value, buffers.input(tensors.inputs.value));
-  bind(abi::kBufferOut, &bound.out, buffers.input(tensors.out));
-  bind(abi::kBufferLse, &bound.lse, buffers.input(tensors.lse));
-  bind(abi::kBufferDout, &bound.dout, buffers.input(tensors.dout));
-  if (tensors.dlse) bind(abi::kBufferDlse, &bound.dlse, buffers.input(tensors.dlse));
-  // The kernels write every gradient; one that nobody wants goes to scratch memory.
-  bind(abi::kBufferDq, &bound.dq, buffers.output_or_scratch(tensors.dq, tensors.inputs.query));
-  bind(abi::kBufferDk, &bound.dk, buffers.output_or_scratch(tensors.dk, tensors.inputs.key));
-  bind(abi::kBufferDv, &bound.dv, buffers.output_or_scratch(tensors.dv, tensors.inputs.value));
-
+  bind_tensors(call_tensors(bound), &buffers, &slots);
   const Schedule schedule = schedule_backward(problem, bound, visibilities(problem, tensors.inputs),
                                               here->device.facts());
-  const std::vector<abi::RowInterval>& rows = schedule.row_intervals;
-  slots[abi::kBufferRowIntervals] =
-      buffers.table(rows.data(), rows.size() * sizeof(abi::RowInterval));
-  slots[abi::kBufferDelta] = buffers.scratch(static_cast<std::size_t>(schedule.delta_bytes));
+  bind_tables(schedule, problem, bound.inputs.mask, &buffers, &slots);
   run_schedule(here->device, here->pipelines, schedule, slots);
   buffers.finish();
 }

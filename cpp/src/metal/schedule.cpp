@@ -1,41 +1,17 @@
 // The schedule of each pass; see schedule.h.
 #include "metal/schedule.h"
 
-#include <algorithm>
 #include <cassert>
 #include <numbers>
 
+#include "metal/schedule_builder.h"
+#include "metal/schedule_options.h"
+#include "metal/schedule_tensors.h"
 #include "metal/tuning.h"
 
 namespace flashattn::metal {
 
 namespace {
-
-constexpr int kDeltaRows = 8;  // rows, and so simdgroups, of one delta threadgroup: a guess
-constexpr std::int64_t kMaxLength = std::int64_t{1} << 30;        // row intervals are 32-bit sums
-constexpr std::int64_t kMaxThreadgroups = std::int64_t{1} << 32;  // a task number is 32 bits
-
-abi::TensorStrides strides_of(const TensorView& view) {
-  return {.batch = view.stride[0],
-          .row = view.stride[1],
-          .head = view.stride[2],
-          .dim = view.stride[3]};
-}
-
-abi::ScalarStrides scalar_strides_of(const TensorView& view) {
-  return {.batch = view.stride[0], .head = view.stride[1], .row = view.stride[2]};
-}
-
-abi::RowInterval row_interval(const Visibility& visibility) {
-  // Offsets past +-2^30 decide the same as +-2^30 for every length below 2^30.
-  const auto clamped = [](std::int64_t offset) {
-    return static_cast<std::int32_t>(std::clamp(offset, -kMaxLength, kMaxLength));
-  };
-  return {.begin_offset = clamped(visibility.shift - visibility.left),
-          .end_offset = clamped(visibility.shift + visibility.right + 1),
-          .key_limit = static_cast<std::int32_t>(visibility.key_limit),
-          .unused = 0};
-}
 
 std::int64_t blocks_of(std::int64_t length, int block) { return (length + block - 1) / block; }
 
@@ -54,66 +30,13 @@ abi::AttentionParams size_params(const AttentionProblem& problem) {
   return params;
 }
 
-abi::AttentionParams input_params(const AttentionProblem& problem, const AttentionInputs& inputs) {
+template <typename Tensors>
+abi::AttentionParams call_params(const AttentionProblem& problem, const Tensors& tensors) {
   abi::AttentionParams params = size_params(problem);
-  params.query = strides_of(inputs.query);
-  params.key = strides_of(inputs.key);
-  params.value = strides_of(inputs.value);
+  Tensors views = tensors;
+  set_strides(call_tensors(views), &params);
   return params;
 }
-
-// Appends kernels in order and starts a new command buffer whenever one is full.
-class ScheduleBuilder {
- public:
-  ScheduleBuilder(const std::vector<Visibility>& visibility, const DeviceFacts& facts)
-      : max_flops_(facts.max_flops_per_command_buffer) {
-    for (const Visibility& entry : visibility) {
-      schedule_.row_intervals.push_back(row_interval(entry));
-    }
-  }
-
-  // `total` threadgroups of one kernel, each worth `flops`, split where a command buffer is full.
-  void add(const KernelKey& key, std::int64_t total, double flops,
-           const abi::AttentionParams& params, const std::vector<Binding>& bindings) {
-    std::int64_t first = 0;
-    while (first < total) {
-      const double room = std::max(0.0, max_flops_ - flops_used_);
-      const auto fitting = static_cast<std::int64_t>(std::min(room / flops, 1e18));
-      if (fitting == 0 && flops_used_ > 0.0) {
-        ++command_buffer_;
-        flops_used_ = 0.0;
-        continue;
-      }
-      // One threadgroup that fills a command buffer by itself cannot be split further.
-      const std::int64_t count = std::min(total - first, std::max<std::int64_t>(fitting, 1));
-      append(key, first, count, params, bindings);
-      flops_used_ += static_cast<double>(count) * flops;
-      first += count;
-    }
-  }
-
-  Schedule take(std::int64_t delta_bytes) {
-    schedule_.delta_bytes = delta_bytes;
-    return std::move(schedule_);
-  }
-
- private:
-  void append(const KernelKey& key, std::int64_t first, std::int64_t count,
-              abi::AttentionParams params, const std::vector<Binding>& bindings) {
-    params.first_threadgroup = static_cast<std::uint32_t>(first);
-    schedule_.dispatches.push_back({.key = key,
-                                    .threadgroups = static_cast<std::uint32_t>(count),
-                                    .threads_per_threadgroup = threads_per_threadgroup(key),
-                                    .params = params,
-                                    .bindings = bindings,
-                                    .command_buffer = command_buffer_});
-  }
-
-  Schedule schedule_;
-  double max_flops_;
-  double flops_used_ = 0.0;
-  int command_buffer_ = 0;
-};
 
 KernelKey product_key(KernelKind kind, const AttentionProblem& problem, const Geometry& geometry) {
   return {.kind = kind,
@@ -121,7 +44,8 @@ KernelKey product_key(KernelKind kind, const AttentionProblem& problem, const Ge
           .head_tile = geometry.head_tile,
           .value_tile = geometry.value_tile,
           .block_rows = geometry.block_rows,
-          .block_columns = geometry.block_columns};
+          .block_columns = geometry.block_columns,
+          .options = kernel_options(kind, problem)};
 }
 
 // Multiply-adds of one threadgroup, both counted, when it visits everything; an upper bound under a
@@ -133,126 +57,122 @@ double threadgroup_flops(const Geometry& geometry, std::int64_t visited, int hea
          (head_products * geometry.head_tile + value_products * geometry.value_tile);
 }
 
-std::int64_t most_threadgroups(const AttentionProblem& problem) {
-  const Geometry geometry = choose_geometry(problem, {});
-  const int rows = std::min(geometry.block_rows, kDeltaRows);
-  return std::max(problem.query_heads * blocks_of(problem.seqlen_q, rows),
-                  problem.kv_heads * blocks_of(problem.seqlen_k, geometry.block_rows)) *
-         problem.batch;
+// dq where nobody wants it: its kernel also computes what dalibi_slopes is a sum of.
+TensorView scratch_dq(const AttentionProblem& problem) {
+  return contiguous_view(nullptr, problem.dtype, problem.batch, problem.seqlen_q,
+                         problem.query_heads, problem.head_dim);
+}
+
+std::int64_t contiguous_bytes(const TensorView& view) {
+  return view.shape[0] * view.stride[0] * static_cast<std::int64_t>(item_size(view.dtype));
+}
+
+// The passes over the query side and the key side.
+void add_products(const AttentionProblem& problem, const BackwardTensors& tensors,
+                  const Geometry& geometry, ScheduleBuilder* builder) {
+  const std::int64_t query_blocks =
+      problem.batch * problem.query_heads * blocks_of(problem.seqlen_q, geometry.block_rows);
+  const std::int64_t key_blocks =
+      problem.batch * problem.kv_heads * blocks_of(problem.seqlen_k, geometry.block_rows);
+  const std::int64_t keys = problem.seqlen_k + geometry.block_columns;
+  const std::int64_t rows = (problem.seqlen_q + geometry.block_columns) * problem.heads_per_kv();
+  if (tensors.dq) {
+    KernelKey key = product_key(KernelKind::kBackwardDq, problem, geometry);
+    key.options.slope_gradient = static_cast<bool>(tensors.dalibi_slopes);
+    builder->add(key, query_blocks, threadgroup_flops(geometry, keys, 2, 1));
+  }
+  if (tensors.dv) {
+    builder->add(product_key(KernelKind::kBackwardDv, problem, geometry), key_blocks,
+                 threadgroup_flops(geometry, rows, 1, 1));
+  }
+  if (tensors.dk) {
+    builder->add(product_key(KernelKind::kBackwardDk, problem, geometry), key_blocks,
+                 threadgroup_flops(geometry, rows, 2, 1));
+  }
+}
+
+// dmask: a threadgroup per tile of the mask, which is added to one tile of scores, or to all of
+// them along an axis that the mask is broadcast over.
+void add_mask_gradient(const AttentionProblem& problem, const Geometry& geometry,
+                       ScheduleBuilder* builder) {
+  const auto& mask = problem.mask_shape;
+  const std::int64_t row_blocks = blocks_of(problem.seqlen_q, geometry.block_rows);
+  const std::int64_t key_blocks = blocks_of(problem.seqlen_k, geometry.block_columns);
+  const std::int64_t total = mask[0] * mask[1] * blocks_of(mask[2], geometry.block_rows) *
+                             blocks_of(mask[3], geometry.block_columns);
+  const std::int64_t tiles = (mask[0] == 1 ? problem.batch : 1) *
+                             (mask[1] == 1 ? problem.query_heads : 1) *
+                             (mask[2] == 1 ? row_blocks : 1) * (mask[3] == 1 ? key_blocks : 1);
+  builder->add_mask_gradient(product_key(KernelKind::kMaskGradient, problem, geometry), total,
+                             static_cast<std::uint64_t>(tiles),
+                             threadgroup_flops(geometry, geometry.block_columns, 1, 1));
+}
+
+// dalibi_slopes and dsinks: sums over the rows of each head.
+void add_sum(KernelKind kind, const AttentionProblem& problem, std::int64_t sums,
+             ScheduleBuilder* builder) {
+  const std::int64_t rows = problem.batch * problem.query_heads * problem.seqlen_q;
+  builder->add({.kind = kind, .block_rows = kSumHeads}, blocks_of(sums, kSumHeads),
+               2.0 * static_cast<double>(rows) / static_cast<double>(sums) * kSumHeads);
 }
 
 }  // namespace
-
-Support supports(const AttentionProblem& problem, const DeviceFacts& facts) {
-  const auto no = [](std::string reason) {
-    return Support{.ok = false, .reason = std::move(reason)};
-  };
-  const auto missing = [&](const char* option) {
-    return no(std::string(option) + " is not implemented yet by the metal backend");
-  };
-  if (facts.apple_family < 7) return no("simdgroup matrices need Apple GPU family 7 (M1) or later");
-  if (problem.packed) return missing("attention_varlen");
-  if (problem.page_size != 0) return missing("block_table");
-  if (problem.kv_starts) return missing("leftpad");
-  if (problem.kv_batch_index) return missing("cache_batch_idx");
-  if (problem.softcap != 0.0F) return missing("softcap");
-  if (problem.mask != MaskKind::kNone) return missing("mask");
-  if (problem.alibi) return missing("alibi_slopes");
-  if (problem.sinks) return missing("sinks");
-  if (problem.dropout.probability != 0.0) return missing("dropout_p");
-  if (problem.head_dim > kMaxTile || problem.value_dim > kMaxTile) {
-    return no("head_dim and value_dim must be at most 256 on the metal backend");
-  }
-  if (problem.seqlen_q >= kMaxLength || problem.seqlen_k >= kMaxLength) {
-    return no("sequences must be shorter than 2^30 on the metal backend");
-  }
-  if (most_threadgroups(problem) >= kMaxThreadgroups) {
-    return no("the problem has more than 2^32 blocks of rows");
-  }
-  return {.ok = true, .reason = {}};
-}
 
 Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
                           const std::vector<Visibility>& visibility, const DeviceFacts& facts) {
   assert(std::ssize(visibility) == problem.batch);
   const Geometry geometry = choose_geometry(problem, facts);
-  abi::AttentionParams params = input_params(problem, tensors.inputs);
-  params.out = strides_of(tensors.out);
-  params.lse = scalar_strides_of(tensors.lse);
-  ScheduleBuilder builder(visibility, facts);
+  const AttentionInputs& in = tensors.inputs;
+  ScheduleBuilder builder(
+      facts, call_params(problem, tensors),
+      modifier_params(problem,
+                      {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}));
+  builder.add_visibility(visibility, problem.alibi);
   builder.add(
       product_key(KernelKind::kForward, problem, geometry),
       problem.batch * problem.query_heads * blocks_of(problem.seqlen_q, geometry.block_rows),
-      threadgroup_flops(geometry, problem.seqlen_k + geometry.block_columns, 1, 1), params,
-      {{abi::kBufferQuery},
-       {abi::kBufferKey},
-       {abi::kBufferValue},
-       {abi::kBufferOut, true},
-       {abi::kBufferLse, true},
-       {abi::kBufferRowIntervals}});
-  return builder.take(0);
+      threadgroup_flops(geometry, problem.seqlen_k + geometry.block_columns, 1, 1));
+  return builder.take();
 }
 
-Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& tensors,
+Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& given,
                            const std::vector<Visibility>& visibility, const DeviceFacts& facts) {
   assert(std::ssize(visibility) == problem.batch);
   const Geometry geometry = choose_geometry(problem, facts);
-  abi::AttentionParams params = input_params(problem, tensors.inputs);
-  params.out = strides_of(tensors.out);
-  params.lse = scalar_strides_of(tensors.lse);
-  params.dout = strides_of(tensors.dout);
-  params.dq = strides_of(tensors.dq);
-  params.dk = strides_of(tensors.dk);
-  params.dv = strides_of(tensors.dv);
-  if (tensors.dlse) params.dlse = scalar_strides_of(tensors.dlse);
-
-  ScheduleBuilder builder(visibility, facts);
+  BackwardTensors tensors = given;
+  if (!given.dq && given.dalibi_slopes) tensors.dq = scratch_dq(problem);
+  const AttentionInputs& in = tensors.inputs;
+  ScheduleBuilder builder(facts, call_params(problem, tensors),
+                          modifier_params(problem, {.mask = in.mask,
+                                                    .alibi_slopes = in.alibi_slopes,
+                                                    .sinks = in.sinks,
+                                                    .dmask = tensors.dmask,
+                                                    .dalibi_slopes = tensors.dalibi_slopes,
+                                                    .dsinks = tensors.dsinks}));
+  builder.add_visibility(visibility, problem.alibi);
   const std::int64_t heads = problem.batch * problem.query_heads;
-  std::vector<Binding> delta_bindings = {
-      {abi::kBufferOut}, {abi::kBufferDout}, {abi::kBufferDelta, true}};
-  if (tensors.dlse) delta_bindings.push_back({abi::kBufferDlse});
+  const std::int64_t row_bytes = heads * problem.seqlen_q * std::int64_t{sizeof(float)};
+  builder.add_scratch(abi::kBufferDelta, row_bytes);
   builder.add({.kind = KernelKind::kDelta,
                .dtype = problem.dtype,
                .block_rows = kDeltaRows,
                .has_dlse = static_cast<bool>(tensors.dlse)},
               heads * blocks_of(problem.seqlen_q, kDeltaRows),
-              2.0 * kDeltaRows * static_cast<double>(problem.value_dim), params, delta_bindings);
+              2.0 * kDeltaRows * static_cast<double>(problem.value_dim));
+  if (tensors.dsinks) {
+    add_sum(KernelKind::kSinkGradient, problem, problem.query_heads, &builder);
+  }
+  if (problem.seqlen_k == 0) return builder.take();
 
-  const std::int64_t keys = problem.seqlen_k + geometry.block_columns;
-  builder.add(product_key(KernelKind::kBackwardDq, problem, geometry),
-              heads * blocks_of(problem.seqlen_q, geometry.block_rows),
-              threadgroup_flops(geometry, keys, 2, 1), params,
-              {{abi::kBufferQuery},
-               {abi::kBufferKey},
-               {abi::kBufferValue},
-               {abi::kBufferLse},
-               {abi::kBufferDout},
-               {abi::kBufferDelta},
-               {abi::kBufferDq, true},
-               {abi::kBufferRowIntervals}});
-
-  const std::int64_t key_blocks =
-      problem.batch * problem.kv_heads * blocks_of(problem.seqlen_k, geometry.block_rows);
-  const std::int64_t rows = (problem.seqlen_q + geometry.block_columns) * problem.heads_per_kv();
-  builder.add(product_key(KernelKind::kBackwardDv, problem, geometry), key_blocks,
-              threadgroup_flops(geometry, rows, 1, 1), params,
-              {{abi::kBufferQuery},
-               {abi::kBufferKey},
-               {abi::kBufferLse},
-               {abi::kBufferDout},
-               {abi::kBufferDv, true},
-               {abi::kBufferRowIntervals}});
-  builder.add(product_key(KernelKind::kBackwardDk, problem, geometry), key_blocks,
-              threadgroup_flops(geometry, rows, 2, 1), params,
-              {{abi::kBufferQuery},
-               {abi::kBufferKey},
-               {abi::kBufferValue},
-               {abi::kBufferLse},
-               {abi::kBufferDout},
-               {abi::kBufferDelta},
-               {abi::kBufferDk, true},
-               {abi::kBufferRowIntervals}});
-  return builder.take(heads * problem.seqlen_q * std::int64_t{sizeof(float)});
+  if (tensors.dalibi_slopes) builder.add_scratch(abi::kBufferSlopeRows, row_bytes);
+  if (tensors.dq && !given.dq) builder.add_scratch(abi::kBufferDq, contiguous_bytes(tensors.dq));
+  add_products(problem, tensors, geometry, &builder);
+  if (tensors.dalibi_slopes) {
+    const bool per_batch = in.alibi_slopes.rank == 2;
+    add_sum(KernelKind::kSlopeGradient, problem, per_batch ? heads : problem.query_heads, &builder);
+  }
+  if (tensors.dmask) add_mask_gradient(problem, geometry, &builder);
+  return builder.take();
 }
 
 }  // namespace flashattn::metal

@@ -15,37 +15,35 @@
 
 namespace flashattn::metal {
 
-// A buffer the dispatch uses. Each slot stands for one tensor of the call, a scratch table (delta)
-// or what the schedule itself holds (row intervals); the parameters travel with the dispatch.
-struct Binding {
-  abi::BufferSlot slot = abi::kBufferQuery;
-  bool written = false;
-
-  bool operator==(const Binding&) const = default;
-};
-
-// One grid of threadgroups of one kernel.
+// One grid of threadgroups of one kernel, which uses the buffers that bindings(key) tells.
 struct Dispatch {
   KernelKey key;
   std::uint32_t threadgroups = 0;
   int threads_per_threadgroup = 0;
   abi::AttentionParams params{};
-  std::vector<Binding> bindings;
+  abi::ModifierParams modifiers{};
   int command_buffer = 0;  // dispatches of equal number go into one; the numbers rise
+};
+
+// Memory that kernels share and the call does not have.
+struct Scratch {
+  abi::BufferSlot slot = abi::kBufferDelta;
+  std::int64_t bytes = 0;
 };
 
 struct Schedule {
   std::vector<Dispatch> dispatches;
   std::vector<abi::RowInterval> row_intervals;  // [batch]
-  std::int64_t delta_bytes = 0;                 // scratch for delta, 0 in the forward pass
+  std::vector<std::int64_t> row_shifts;         // [batch], with ALiBi
+  std::vector<Scratch> scratch;
 };
 
 // Whether the kernels can do the problem on such a device, and the first reason why not.
 Support supports(const AttentionProblem& problem, const DeviceFacts& facts);
 
-// The passes. Only strides are read from the tensors; `visibility` has one entry per batch entry.
-// The problem is supported and neither batch, query_heads nor seqlen_q is 0 (nor, for backward,
-// seqlen_k).
+// The passes. Only shapes and strides are read from the tensors; `visibility` has one entry per
+// batch entry. The problem is supported and neither batch, query_heads nor seqlen_q is 0. Backward
+// writes the gradients that are given, but with seqlen_k 0 only dsinks: the others are 0 or empty.
 Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
                           const std::vector<Visibility>& visibility, const DeviceFacts& facts);
 Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& tensors,

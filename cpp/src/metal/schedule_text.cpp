@@ -33,18 +33,47 @@ const char* slot_name(abi::BufferSlot slot) {
       return "row_intervals";
     case abi::kBufferParams:
       return "params";
+    case abi::kBufferModifiers:
+      return "modifiers";
+    case abi::kBufferMask:
+      return "mask";
+    case abi::kBufferMaskTiles:
+      return "mask_tiles";
+    case abi::kBufferAlibiSlopes:
+      return "alibi_slopes";
+    case abi::kBufferRowShifts:
+      return "row_shifts";
+    case abi::kBufferSinks:
+      return "sinks";
+    case abi::kBufferDmask:
+      return "dmask";
+    case abi::kBufferDalibiSlopes:
+      return "dalibi_slopes";
+    case abi::kBufferDsinks:
+      return "dsinks";
+    case abi::kBufferSlopeRows:
+      return "slope_rows";
+    case abi::kBufferCount:
+      break;
   }
   return "?";
 }
 
-std::string bindings_text(const std::vector<Binding>& bindings) {
+std::string bindings_text(const KernelKey& key) {
   std::string reads;
   std::string writes;
-  for (const Binding& binding : bindings) {
+  for (const Binding& binding : bindings(key)) {
     std::string& text = binding.written ? writes : reads;
     text += (text.empty() ? "" : ",") + std::string(slot_name(binding.slot));
   }
   return reads + " -> " + writes;
+}
+
+// Which tiles of scores dmask adds up.
+std::string tiles_text(const Dispatch& dispatch) {
+  if (dispatch.key.kind != KernelKind::kMaskGradient) return {};
+  return ", tiles " + std::to_string(dispatch.modifiers.first_tile) + "+" +
+         std::to_string(dispatch.modifiers.tile_count);
 }
 
 }  // namespace
@@ -58,7 +87,7 @@ std::string to_string(const Schedule& schedule) {
             std::to_string(dispatch.threadgroups) + " x " +
             std::to_string(dispatch.threads_per_threadgroup) + " threads, " +
             std::to_string(threadgroup_memory(dispatch.key)) +
-            " B: " + bindings_text(dispatch.bindings) + "\n";
+            " B: " + bindings_text(dispatch.key) + tiles_text(dispatch) + "\n";
   }
   for (std::size_t b = 0; b < schedule.row_intervals.size(); ++b) {
     const abi::RowInterval& interval = schedule.row_intervals[b];
@@ -66,9 +95,13 @@ std::string to_string(const Schedule& schedule) {
             std::to_string(interval.begin_offset) + ", i" + (interval.end_offset < 0 ? "" : "+") +
             std::to_string(interval.end_offset) + ") below " + std::to_string(interval.key_limit) +
             "\n";
+    if (b < schedule.row_shifts.size()) {
+      text += "row 0 of " + std::to_string(b) + " at key " +
+              std::to_string(schedule.row_shifts[b]) + "\n";
+    }
   }
-  if (schedule.delta_bytes != 0) {
-    text += "delta " + std::to_string(schedule.delta_bytes) + " B\n";
+  for (const Scratch& scratch : schedule.scratch) {
+    text += std::string(slot_name(scratch.slot)) + " " + std::to_string(scratch.bytes) + " B\n";
   }
   return text;
 }

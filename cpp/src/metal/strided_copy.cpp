@@ -1,9 +1,13 @@
 // Sizes and copies of strided views; see strided_copy.h.
 #include "metal/strided_copy.h"
 
+#include <algorithm>
 #include <cassert>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace flashattn::metal {
 
@@ -11,29 +15,60 @@ namespace {
 
 std::size_t axis(int i) { return static_cast<std::size_t>(i); }
 
-std::byte* at(std::byte* base, std::int64_t elements, std::size_t item) {
-  return base + elements * static_cast<std::int64_t>(item);
+// One axis of two views: addresses of the first elements and steps in bytes.
+struct Run {
+  std::byte* to;
+  std::ptrdiff_t to_step;
+  const std::byte* from;
+  std::ptrdiff_t from_step;
+  std::int64_t count;
+};
+
+std::ptrdiff_t step_of(const TensorView& view, int i) {
+  return view.stride[axis(i)] * static_cast<std::ptrdiff_t>(item_size(view.dtype));
 }
 
-// Copies axes `first`.. of one slice.
-void copy_axes(std::byte* destination, const TensorView& to, std::byte* source,
-               const TensorView& from, int first) {
-  const std::size_t item = item_size(to.dtype);
-  const std::int64_t count = to.shape[axis(first)];
-  const std::int64_t to_stride = to.stride[axis(first)];
-  const std::int64_t from_stride = from.stride[axis(first)];
-  if (first + 1 < to.rank) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      copy_axes(at(destination, i * to_stride, item), to, at(source, i * from_stride, item), from,
-                first + 1);
-    }
-  } else if (to_stride == 1 && from_stride == 1) {
-    std::memcpy(destination, source, static_cast<std::size_t>(count) * item);
-  } else {
-    for (std::int64_t i = 0; i < count; ++i) {
-      std::memcpy(at(destination, i * to_stride, item), at(source, i * from_stride, item), item);
-    }
+// Calls `copy` with the last axis of every slice.
+template <typename Copy>
+void for_each_run(std::byte* destination, const TensorView& to, const std::byte* source,
+                  const TensorView& from, int first, Copy&& copy) {
+  const Run run{.to = destination,
+                .to_step = step_of(to, first),
+                .from = source,
+                .from_step = step_of(from, first),
+                .count = to.shape[axis(first)]};
+  if (first + 1 == to.rank) {
+    copy(run);
+    return;
   }
+  for (std::int64_t i = 0; i < run.count; ++i) {
+    for_each_run(run.to + i * run.to_step, to, run.from + i * run.from_step, from, first + 1, copy);
+  }
+}
+
+template <typename Copy>
+void copy_view(const TensorView& destination, const TensorView& source, Copy&& copy) {
+  assert(destination.rank == source.rank && destination.shape == source.shape);
+  if (byte_count(source) == 0) return;
+  for_each_run(static_cast<std::byte*>(destination.data), destination,
+               static_cast<const std::byte*>(source.data), source, 0, copy);
+}
+
+template <typename To, typename From, typename Convert>
+void copy_converted(const TensorView& destination, const TensorView& source, Convert&& convert) {
+  copy_view(destination, source, [&](const Run& run) {
+    for (std::int64_t i = 0; i < run.count; ++i) {
+      From from;
+      std::memcpy(&from, run.from + i * run.from_step, sizeof from);
+      const To to = convert(from);
+      std::memcpy(run.to + i * run.to_step, &to, sizeof to);
+    }
+  });
+}
+
+float narrowed(double value) {
+  constexpr auto kMost = static_cast<double>(std::numeric_limits<float>::max());
+  return static_cast<float>(std::isfinite(value) ? std::clamp(value, -kMost, kMost) : value);
 }
 
 }  // namespace
@@ -68,11 +103,28 @@ TensorView contiguous_like(const TensorView& view, void* data) {
 }
 
 void strided_copy(const TensorView& destination, const TensorView& source) {
-  assert(destination.rank == source.rank && destination.shape == source.shape);
   assert(destination.dtype == source.dtype);
-  if (byte_count(source) == 0) return;
-  copy_axes(static_cast<std::byte*>(destination.data), destination,
-            static_cast<std::byte*>(source.data), source, 0);
+  const std::size_t item = item_size(source.dtype);
+  const auto packed = static_cast<std::ptrdiff_t>(item);
+  copy_view(destination, source, [=](const Run& run) {
+    if (run.to_step == packed && run.from_step == packed) {
+      std::memcpy(run.to, run.from, static_cast<std::size_t>(run.count) * item);
+      return;
+    }
+    for (std::int64_t i = 0; i < run.count; ++i) {
+      std::memcpy(run.to + i * run.to_step, run.from + i * run.from_step, item);
+    }
+  });
+}
+
+void copy_narrowed(const TensorView& destination, const TensorView& source) {
+  assert(destination.dtype == DType::kFloat32 && source.dtype == DType::kFloat64);
+  copy_converted<float, double>(destination, source, narrowed);
+}
+
+void copy_widened(const TensorView& destination, const TensorView& source) {
+  assert(destination.dtype == DType::kFloat64 && source.dtype == DType::kFloat32);
+  copy_converted<double, float>(destination, source, [](float x) { return double{x}; });
 }
 
 void strided_zero(const TensorView& view) {

@@ -24,6 +24,11 @@ TensorView contiguous_like(const TensorView& view, void* data);
 // Copies every element; shapes and dtypes are equal, alignment does not matter.
 void strided_copy(const TensorView& destination, const TensorView& source);
 
+// The same from float64 to float32 and back. A finite value stays finite: what float32 cannot hold
+// becomes its largest.
+void copy_narrowed(const TensorView& destination, const TensorView& source);
+void copy_widened(const TensorView& destination, const TensorView& source);
+
 // Writes zero to every element.
 void strided_zero(const TensorView& view);
 

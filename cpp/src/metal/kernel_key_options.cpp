@@ -1,0 +1,106 @@
+// What a kernel's options mean to Metal: function constants, bindings, and their names; see
+// kernel_key.h. Both lists mirror the kernels' declarations in shaders/: the device refuses a
+// dispatch without a buffer that a kernel uses, and a pipeline without a constant.
+#include "metal/kernel_key.h"
+
+namespace flashattn::metal {
+
+namespace {
+
+bool is_backward_product(KernelKind kind) {
+  return kind == KernelKind::kBackwardDq || kind == KernelKind::kBackwardDv ||
+         kind == KernelKind::kBackwardDk;
+}
+
+// Whether the kernel includes modifiers.h.
+bool has_options(KernelKind kind) {
+  return kind == KernelKind::kForward || kind == KernelKind::kMaskGradient ||
+         is_backward_product(kind);
+}
+
+std::vector<Binding> plain_bindings(const KernelKey& key) {
+  using namespace abi;
+  switch (key.kind) {
+    case KernelKind::kForward:
+      return {{kBufferQuery},     {kBufferKey},       {kBufferValue},
+              {kBufferOut, true}, {kBufferLse, true}, {kBufferRowIntervals}};
+    case KernelKind::kDelta:
+      return {{kBufferOut}, {kBufferDout}, {kBufferDelta, true}};
+    case KernelKind::kBackwardDq:
+      return {{kBufferQuery}, {kBufferKey},   {kBufferValue},    {kBufferLse},
+              {kBufferDout},  {kBufferDelta}, {kBufferDq, true}, {kBufferRowIntervals}};
+    case KernelKind::kBackwardDv:
+      return {{kBufferQuery}, {kBufferKey},      {kBufferLse},
+              {kBufferDout},  {kBufferDv, true}, {kBufferRowIntervals}};
+    case KernelKind::kBackwardDk:
+      return {{kBufferQuery}, {kBufferKey},   {kBufferValue},    {kBufferLse},
+              {kBufferDout},  {kBufferDelta}, {kBufferDk, true}, {kBufferRowIntervals}};
+    case KernelKind::kMaskGradient:
+      return {{kBufferQuery}, {kBufferKey},   {kBufferValue},       {kBufferLse},
+              {kBufferDout},  {kBufferDelta}, {kBufferDmask, true}, {kBufferRowIntervals}};
+    case KernelKind::kSlopeGradient:
+      return {{kBufferSlopeRows}, {kBufferDalibiSlopes, true}};
+    case KernelKind::kSinkGradient:
+      return {{kBufferLse}, {kBufferDelta}, {kBufferSinks}, {kBufferDsinks, true}};
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
+  if (key.kind == KernelKind::kDelta) return {{abi::kConstantHasDlse, key.has_dlse}};
+  if (!has_options(key.kind)) return {};
+  const KernelOptions& options = key.options;
+  std::vector<FunctionConstantValue> values = {
+      {abi::kConstantHasModifiers, options.any()},
+      {abi::kConstantHasSoftcap, options.softcap},
+      {abi::kConstantHasAlibi, options.alibi},
+      {abi::kConstantHasMask, options.mask.has_value()},
+      {abi::kConstantMaskIsBool, options.mask == DType::kBool},
+      {abi::kConstantMaskIsHalf, options.mask == DType::kFloat16},
+      {abi::kConstantMaskIsBfloat, options.mask == DType::kBFloat16},
+      {abi::kConstantHasSinks, options.sinks},
+      {abi::kConstantHasDropout, options.dropout}};
+  if (is_backward_product(key.kind)) values.push_back({abi::kConstantAccumulate, key.accumulate});
+  if (key.kind == KernelKind::kBackwardDq) {
+    values.push_back({abi::kConstantSlopeGradient, options.slope_gradient});
+  }
+  return values;
+}
+
+std::vector<Binding> bindings(const KernelKey& key) {
+  std::vector<Binding> used = plain_bindings(key);
+  const auto add = [&used](bool on, std::initializer_list<Binding> more) {
+    if (on) used.insert(used.end(), more);
+  };
+  add(key.has_dlse, {{abi::kBufferDlse}});
+  add(key.options.mask.has_value(), {{abi::kBufferMask}, {abi::kBufferMaskTiles}});
+  add(key.options.alibi, {{abi::kBufferAlibiSlopes}, {abi::kBufferRowShifts}});
+  add(key.options.sinks, {{abi::kBufferSinks}});
+  add(key.options.slope_gradient, {{abi::kBufferSlopeRows, true}});
+  return used;
+}
+
+bool takes_modifiers(const KernelKey& key) {
+  return key.options.any() || key.kind == KernelKind::kSlopeGradient ||
+         key.kind == KernelKind::kSinkGradient;
+}
+
+std::string to_string(const KernelKey& key) {
+  std::string text = function_name(key);
+  const auto add = [&text](bool on, const std::string& name) {
+    if (on) text += "+" + name;
+  };
+  add(key.accumulate, "accumulate");
+  add(key.has_dlse, "dlse");
+  add(key.options.softcap, "softcap");
+  add(key.options.alibi, "alibi");
+  if (key.options.mask) add(true, std::string(dtype_name(*key.options.mask)) + "_mask");
+  add(key.options.sinks, "sinks");
+  add(key.options.dropout, "dropout");
+  add(key.options.slope_gradient, "slope_rows");
+  return text;
+}
+
+}  // namespace flashattn::metal

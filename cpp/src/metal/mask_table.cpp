@@ -1,0 +1,24 @@
+// Classifying a mask's tiles; see mask_table.h.
+#include "metal/mask_table.h"
+
+#include "metal/schedule_options.h"
+
+namespace flashattn::metal {
+
+std::vector<TileVisibility> mask_table(const AttentionProblem& problem, const TensorView& mask) {
+  static_assert(static_cast<int>(TileVisibility::kNone) == abi::kMaskTileNone);
+  static_assert(static_cast<int>(TileVisibility::kMixed) == abi::kMaskTileMixed);
+  static_assert(static_cast<int>(TileVisibility::kAll) == abi::kMaskTileAll);
+  const ScoreMask scores = score_mask_of(mask);
+  MaskTiles tiles = mask_tiles_of(problem, mask);
+  std::vector<TileVisibility> table(static_cast<std::size_t>(tiles.bytes()),
+                                    TileVisibility::kMixed);
+  if (scores.data == nullptr) return table;
+  tiles.data = table.data();
+  for (std::int64_t strip = 0; strip < tiles.strips(); ++strip) {
+    classify_mask_tiles(scores, tiles, strip);
+  }
+  return table;
+}
+
+}  // namespace flashattn::metal

@@ -1,0 +1,74 @@
+// Splitting work over dispatches and command buffers; see schedule_builder.h.
+#include "metal/schedule_builder.h"
+
+#include <algorithm>
+
+#include "metal/tuning.h"
+
+namespace flashattn::metal {
+
+namespace {
+
+abi::RowInterval row_interval(const Visibility& visibility) {
+  // Offsets past +-2^30 decide the same as +-2^30 for every length below 2^30.
+  const auto clamped = [](std::int64_t offset) {
+    return static_cast<std::int32_t>(std::clamp(offset, -kMaxLength, kMaxLength));
+  };
+  return {.begin_offset = clamped(visibility.shift - visibility.left),
+          .end_offset = clamped(visibility.shift + visibility.right + 1),
+          .key_limit = static_cast<std::int32_t>(visibility.key_limit),
+          .unused = 0};
+}
+
+}  // namespace
+
+void ScheduleBuilder::add_visibility(const std::vector<Visibility>& visibility, bool alibi) {
+  for (const Visibility& entry : visibility) {
+    schedule_.row_intervals.push_back(row_interval(entry));
+    if (alibi) schedule_.row_shifts.push_back(entry.shift);
+  }
+}
+
+void ScheduleBuilder::add(const KernelKey& key, std::int64_t total, double flops) {
+  std::int64_t first = 0;
+  while (first < total) {
+    const double room = std::max(0.0, max_flops_ - flops_used_);
+    const auto fitting = static_cast<std::int64_t>(std::min(room / flops, 1e18));
+    if (fitting == 0 && flops_used_ > 0.0) {
+      ++command_buffer_;
+      flops_used_ = 0.0;
+      continue;
+    }
+    // One threadgroup that fills a command buffer by itself cannot be split further.
+    const std::int64_t count = std::min(total - first, std::max<std::int64_t>(fitting, 1));
+    append(key, first, count);
+    flops_used_ += static_cast<double>(count) * flops;
+    first += count;
+  }
+}
+
+void ScheduleBuilder::add_mask_gradient(const KernelKey& key, std::int64_t total,
+                                        std::uint64_t tiles, double flops) {
+  // A threadgroup has one core to itself, so its share of what a command buffer may carry is small:
+  // a guess.
+  constexpr double kShare = 1.0 / 64;
+  const auto most = static_cast<std::uint64_t>(std::clamp(max_flops_ * kShare / flops, 1.0, 1e9));
+  for (std::uint64_t first = 0; first < tiles; first += most) {
+    const std::uint64_t count = std::min(most, tiles - first);
+    modifiers_.first_tile = first;
+    modifiers_.tile_count = static_cast<std::uint32_t>(count);
+    add(key, total, flops * static_cast<double>(count));
+  }
+}
+
+void ScheduleBuilder::append(const KernelKey& key, std::int64_t first, std::int64_t count) {
+  params_.first_threadgroup = static_cast<std::uint32_t>(first);
+  schedule_.dispatches.push_back({.key = key,
+                                  .threadgroups = static_cast<std::uint32_t>(count),
+                                  .threads_per_threadgroup = threads_per_threadgroup(key),
+                                  .params = params_,
+                                  .modifiers = modifiers_,
+                                  .command_buffer = command_buffer_});
+}
+
+}  // namespace flashattn::metal

@@ -1,0 +1,51 @@
+// Puts kernels one after the other into a schedule and starts a new command buffer whenever one is
+// full.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/visibility.h"
+#include "flashattn/problem.h"
+#include "metal/device_facts.h"
+#include "metal/schedule.h"
+
+namespace flashattn::metal {
+
+class ScheduleBuilder {
+ public:
+  // `params` and `modifiers` are those of every dispatch, but for the threadgroups it takes.
+  ScheduleBuilder(const DeviceFacts& facts, const abi::AttentionParams& params,
+                  const abi::ModifierParams& modifiers)
+      : max_flops_(facts.max_flops_per_command_buffer), params_(params), modifiers_(modifiers) {}
+
+  // The rules of each batch entry, as the kernels read them; row shifts for ALiBi alone.
+  void add_visibility(const std::vector<Visibility>& visibility, bool alibi);
+
+  // `total` threadgroups of one kernel, each worth `flops`, split where a command buffer is full.
+  void add(const KernelKey& key, std::int64_t total, double flops);
+
+  // dmask: `total` threadgroups, each adding up `tiles` tiles of scores worth `flops` each, in
+  // dispatches that take so few of them that no threadgroup runs for long.
+  void add_mask_gradient(const KernelKey& key, std::int64_t total, std::uint64_t tiles,
+                         double flops);
+
+  // Memory that one kernel leaves for another, in bytes.
+  void add_scratch(abi::BufferSlot slot, std::int64_t bytes) {
+    schedule_.scratch.push_back({slot, bytes});
+  }
+
+  Schedule take() { return std::move(schedule_); }
+
+ private:
+  void append(const KernelKey& key, std::int64_t first, std::int64_t count);
+
+  Schedule schedule_;
+  double max_flops_;
+  abi::AttentionParams params_;
+  abi::ModifierParams modifiers_;
+  double flops_used_ = 0.0;
+  int command_buffer_ = 0;
+};
+
+}  // namespace flashattn::metal
