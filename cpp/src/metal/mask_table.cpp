@@ -16,7 +16,7 @@ std::vector<TileVisibility> mask_table(const AttentionProblem& problem, const Te
   if (scores.data == nullptr) return table;
   tiles.data = table.data();
   for (std::int64_t strip = 0; strip < tiles.strips(); ++strip) {
-    classify_mask_tiles(scores, tiles, strip);
+    classify_mask_tiles(scores, tiles, strip, {0, tiles.seqlen_k});
   }
   return table;
 }
