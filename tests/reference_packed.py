@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import reference
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from reference import Array, DropoutShard
 
 
@@ -107,6 +107,26 @@ def attention_varlen_backward(
     return grads
 
 
+def rotate(
+    rows: ArrayLike, positions: Array, cos: ArrayLike, sin: ArrayLike, interleaved: bool
+) -> NDArray[Any]:
+    """Rotary position embedding of (T, heads, dim) at positions (T,): Su et al., "RoFormer".
+
+    In the dtype of rows, rounded through float32.
+    """
+    out = np.array(rows, np.float64)
+    pairs = np.shape(cos)[1]
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        if interleaved
+        else (slice(0, pairs), slice(pairs, 2 * pairs))
+    )
+    c, s = (np.asarray(x, np.float64)[positions][:, None, :] for x in (cos, sin))
+    x, y = out[..., first].copy(), out[..., second].copy()
+    out[..., first], out[..., second] = x * c - y * s, x * s + y * c
+    return out.astype(np.float32).astype(np.asarray(rows).dtype)
+
+
 def attention_kvcache(
     query: ArrayLike,
     k_cache: ArrayLike,
@@ -116,36 +136,53 @@ def attention_kvcache(
     k: ArrayLike | None = None,
     v: ArrayLike | None = None,
     block_table: ArrayLike | None = None,
+    cache_batch_idx: Sequence[int] | None = None,
+    leftpad: Sequence[int] | None = None,
+    rotary_cos: ArrayLike | None = None,
+    rotary_sin: ArrayLike | None = None,
+    rotary_interleaved: bool = True,
     **opts: Any,
 ) -> tuple[reference.Result, Array, Array]:
     """Appends k, v behind each length, then attends; returns the result and the new caches.
 
     Caches are (B, S, Hkv, D), or pages (num_pages, page_size, Hkv, D) reached through
-    block_table (B, max_pages).
+    block_table (B, max_pages). What is stored or rotated is rounded to the caches' dtype.
     """
     keys, values = np.array(k_cache, np.float64), np.array(v_cache, np.float64)
     lengths = [int(n) for n in cache_seqlens]
     batch = len(lengths)
+    starts = [0] * batch if leftpad is None else [int(n) for n in leftpad]
+    places = range(batch) if cache_batch_idx is None else [int(n) for n in cache_batch_idx]
 
-    def slot(b: int, position: int) -> tuple[int, int]:
+    def slot(b: int, row: int) -> tuple[int, int]:
         if block_table is None:
-            return b, position
+            return places[b], row
         page_size = keys.shape[1]
-        return int(np.asarray(block_table)[b, position // page_size]), position % page_size
+        return int(np.asarray(block_table)[b, row // page_size]), row % page_size
+
+    def turned(rows: ArrayLike, b: int, advances: bool) -> Array:
+        if rotary_cos is None or rotary_sin is None:
+            return np.asarray(rows, np.float64)
+        at = lengths[b] - starts[b] + np.arange(np.shape(rows)[0]) * advances
+        return rotate(rows, at, rotary_cos, rotary_sin, rotary_interleaved).astype(np.float64)
 
     if k is not None and v is not None:
+        advances = bool(opts.get("causal")) or tuple(opts.get("window") or (-1, -1)) != (-1, -1)
+        query = np.stack([turned(np.asarray(query)[b], b, advances) for b in range(batch)])
         for b in range(batch):
+            new = turned(np.asarray(k)[b], b, True)
             for t in range(np.shape(k)[1]):
                 at = slot(b, lengths[b] + t)
-                keys[at], values[at] = np.asarray(k)[b, t], np.asarray(v)[b, t]
+                keys[at], values[at] = new[t], np.asarray(v)[b, t]
         lengths = [n + np.shape(k)[1] for n in lengths]
-    longest = max(lengths, default=0)
-    flat_k = np.zeros((batch, longest, *keys.shape[2:]))
-    flat_v = np.zeros((batch, longest, *values.shape[2:]))
+    used = [n - start for n, start in zip(lengths, starts, strict=True)]
+    flat_k = np.zeros((batch, max(used, default=0), *keys.shape[2:]))
+    flat_v = np.zeros((batch, max(used, default=0), *values.shape[2:]))
     for b in range(batch):
-        for t in range(lengths[b]):
-            flat_k[b, t], flat_v[b, t] = keys[slot(b, t)], values[slot(b, t)]
-    return reference.attention(query, flat_k, flat_v, kv_lengths=lengths, **opts), keys, values
+        for t in range(used[b]):
+            at = slot(b, starts[b] + t)
+            flat_k[b, t], flat_v[b, t] = keys[at], values[at]
+    return reference.attention(query, flat_k, flat_v, kv_lengths=used, **opts), keys, values
 
 
 def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tuple[Array, Array]:
@@ -153,13 +190,14 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     parts = np.stack([np.asarray(x, np.float64) for x in lses])
     top = parts.max(axis=0)
     shift = np.where(np.isneginf(top), 0.0, top)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         lse = shift + np.log(np.exp(parts - shift).sum(axis=0))
     weights = np.exp(parts - np.where(np.isneginf(lse), 0.0, lse))
-    out = sum(
-        w.swapaxes(1, 2)[..., None] * np.asarray(x, np.float64)
-        for w, x in zip(weights, outs, strict=True)
-    )
+    out = np.zeros(np.shape(outs[0]))
+    for w, x in zip(weights, outs, strict=True):
+        weight = w.swapaxes(1, 2)[..., None]
+        # An empty part may hold anything.
+        out += np.where(weight == 0, 0.0, weight * np.asarray(x, np.float64))
     return np.asarray(out), lse
 
 

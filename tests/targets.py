@@ -31,14 +31,12 @@ import reference_packed
 
 NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
     "cpu": frozenset({"mask", "softcap", "alibi_slopes", "sinks", "dropout_p"}),
-    "metal": frozenset({"attention_varlen"}),
+    "metal": frozenset({"attention_kvcache", "attention_varlen", "attention_varlen_backward"}),
     "oracle": frozenset(),
 }
 # Functions of the public API that are not there yet: they are absent, or raise NotImplementedError.
 NOT_IMPLEMENTED_FUNCTIONS = frozenset(
     {
-        "attention_kvcache",
-        "merge_attention",
         "dropout_mask",
         "alibi_slopes",
     }
@@ -174,6 +172,13 @@ def _oracle_varlen_backward(
     return reference_packed.attention_varlen_backward(dout, query, key, value, *cu_seqlens, **opts)
 
 
+def _oracle_kvcache(query: Any, k_cache: Any, v_cache: Any, **opts: Any) -> tuple[Any, Any]:
+    """Appends in place, as the package does."""
+    result, keys, values = reference_packed.attention_kvcache(query, k_cache, v_cache, **opts)
+    k_cache[...], v_cache[...] = keys.astype(k_cache.dtype), values.astype(v_cache.dtype)
+    return result.out.astype(np.asarray(query).dtype), result.lse.astype(np.float32)
+
+
 def _oracle_merge(outs: Any, lses: Any) -> tuple[Any, Any]:
     out, lse = reference_packed.merge_attention(outs, lses)
     return out.astype(np.asarray(outs[0]).dtype), lse.astype(np.float32)
@@ -182,6 +187,7 @@ def _oracle_merge(outs: Any, lses: Any) -> tuple[Any, Any]:
 _ORACLE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention_varlen": _oracle_varlen,
     "attention_varlen_backward": _oracle_varlen_backward,
+    "attention_kvcache": _oracle_kvcache,
     "merge_attention": _oracle_merge,
     "dropout_mask": lambda shape, p, seed, **opts: reference.dropout_mask(shape, p, seed, **opts),
     "alibi_slopes": reference_packed.alibi_slopes,

@@ -54,12 +54,14 @@ def test_public_names() -> None:
         "attention",
         "attention_backward",
         "attention_forward",
+        "attention_kvcache",
         "attention_varlen",
         "attention_varlen_backward",
         "backends",
         "copy_stats",
         "empty",
         "get_num_threads",
+        "merge_attention",
         "set_num_threads",
         "show_config",
     }
@@ -220,8 +222,9 @@ def test_backends() -> None:
 def test_features_are_public_names() -> None:
     """Passes, dtypes, head groups, and options under the names that a call takes."""
     others = {"forward", "backward", "float32", "float16", "bfloat16", "gqa", "value_dim"}
+    functions = {"attention_varlen", "attention_kvcache"}
     for info in fa.backends():
-        assert set(info.features) <= others | set(OPTIONS), info.name
+        assert set(info.features) <= others | functions | set(OPTIONS), info.name
         assert others <= set(info.features), info.name
 
 

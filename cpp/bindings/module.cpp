@@ -10,6 +10,7 @@
 #include "calls.h"
 #include "flashattn/error.h"
 #include "machine.h"
+#include "merge.h"
 #ifdef FLASHATTN_WITH_METAL
 #include "metal_memory.h"
 #endif
@@ -44,6 +45,7 @@ NB_MODULE(_core, module) {
   flashattn::python::bind_buffer(module);
   flashattn::python::bind_arrays(module);
   flashattn::python::bind_calls(module);
+  flashattn::python::bind_merge(module);
   flashattn::python::bind_machine(module);
 #ifdef FLASHATTN_WITH_METAL
   flashattn::python::bind_metal_memory(module);

@@ -18,6 +18,7 @@ from flashattn._api import (
 )
 from flashattn._arrays import empty
 from flashattn._core import VERSION
+from flashattn._kvcache import attention_kvcache
 from flashattn._machine import (
     BackendInfo,
     CopyStats,
@@ -27,6 +28,7 @@ from flashattn._machine import (
     set_num_threads,
     show_config,
 )
+from flashattn._merge import merge_attention
 from flashattn._options import DropoutShard
 from flashattn._varlen import attention_varlen, attention_varlen_backward
 
@@ -41,12 +43,14 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_kvcache",
     "attention_varlen",
     "attention_varlen_backward",
     "backends",
     "copy_stats",
     "empty",
     "get_num_threads",
+    "merge_attention",
     "set_num_threads",
     "show_config",
 ]

@@ -177,9 +177,25 @@ def run_forward(
     outputs: tuple[Any, Any],
 ) -> tuple[Any, Any]:
     """One forward call into `outputs`, or into the caller's `out` where `given`."""
+
+    def call(out: Any, lse: Any, caller_outputs: bool) -> None:
+        _core.forward(query, key, value, out, lse, options, caller_outputs)
+
+    return write_results(framework, function, query, given, outputs, call)
+
+
+def write_results(
+    framework: Framework,
+    function: str,
+    query: Any,
+    given: Any,
+    outputs: tuple[Any, Any],
+    call: Callable[[Any, Any, bool], None],
+) -> tuple[Any, Any]:
+    """`call(out, lse, whether they are a user's)` with `outputs`, or `given` in their place."""
     out, lse = outputs
     if given is None:
-        _core.forward(query, key, value, out, lse, options, False)
+        call(out, lse, False)
         return framework.finish(out, query), framework.finish(lse, query)
     if isinstance(given, tuple) and len(given) == 2:
         out, lse = given
@@ -191,7 +207,7 @@ def run_forward(
                 f"{function}: {name} ({type(array).__name__}) must be an array of query's "
                 "framework that can be written"
             )
-    _core.forward(query, key, value, out, lse, options, True)
+    call(out, lse, True)
     return out, lse
 
 

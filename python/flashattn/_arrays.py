@@ -74,6 +74,9 @@ class Framework(Protocol):
     def is_output(self, array: Any) -> bool:
         """Whether `array` may be given as `out=`."""
 
+    def written(self, *arrays: Any) -> None:
+        """Tells the framework that the memory of its arrays has changed."""
+
     def finish(self, array: Any, like: Any) -> Any:
         """The result in the caller's framework, from an array made here."""
 
@@ -106,6 +109,9 @@ class NumpyFramework:
     def is_output(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 
+    def written(self, *arrays: Any) -> None:
+        pass
+
     def finish(self, array: Any, like: Any) -> Any:
         return array
 
@@ -117,23 +123,29 @@ class NumpyFramework:
 class DLPackFramework:
     """Any other producer of CPU arrays. Results return through its array namespace, or as numpy."""
 
+    def _new(self, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return _numpy_empty(shape, dtype)
+
     def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
         out_shape, lse_shape = output_shapes(_shape_of(query), _shape_of(value), heads_first)
-        return _numpy_empty(out_shape, _dtype_of(query)), _numpy_empty(lse_shape, _FLOAT32)
+        return self._new(query, out_shape, _dtype_of(query)), self._new(query, lse_shape, _FLOAT32)
 
     def packed_outputs(self, query: Any, value: Any) -> tuple[Any, Any]:
         out_shape, lse_shape = packed_shapes(_shape_of(query), _shape_of(value))
-        return _numpy_empty(out_shape, _dtype_of(query)), _numpy_empty(lse_shape, _FLOAT32)
+        return self._new(query, out_shape, _dtype_of(query)), self._new(query, lse_shape, _FLOAT32)
 
     def gradient(self, array: Any) -> Any:
-        return _numpy_empty(_shape_of(array), _dtype_of(array))
+        return self._new(array, _shape_of(array), _dtype_of(array))
 
     def wide_gradient(self, array: Any) -> Any:
         wide = _FLOAT64 if _dtype_of(array) == _FLOAT64 else _FLOAT32
-        return _numpy_empty(_shape_of(array), wide)
+        return self._new(array, _shape_of(array), wide)
 
     def is_output(self, array: Any) -> bool:
         return False
+
+    def written(self, *arrays: Any) -> None:
+        pass
 
     def finish(self, array: Any, like: Any) -> Any:
         namespace = getattr(like, "__array_namespace__", None)
@@ -150,17 +162,8 @@ class DLPackFramework:
 class MetalFramework(DLPackFramework):
     """Producers in Metal memory. Results return through query's namespace, or as MetalArray."""
 
-    def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
-        out_shape, lse_shape = output_shapes(_shape_of(query), _shape_of(value), heads_first)
-        out = MetalArray(query, out_shape, _dtype_of(query))
-        return out, MetalArray(query, lse_shape, _FLOAT32)
-
-    def gradient(self, array: Any) -> Any:
-        return MetalArray(array, _shape_of(array), _dtype_of(array))
-
-    def wide_gradient(self, array: Any) -> Any:
-        wide = _FLOAT64 if _dtype_of(array) == _FLOAT64 else _FLOAT32
-        return MetalArray(array, _shape_of(array), wide)
+    def _new(self, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return MetalArray(like, shape, dtype)
 
     def is_output(self, array: Any) -> bool:
         return isinstance(array, MetalArray)
@@ -195,9 +198,9 @@ def framework_of(function: str, query: Any, key: Any, value: Any) -> Framework:
             return NUMPY
         if kind is _TENSOR and _TORCH is not None:
             return _TORCH
-    framework = _one_framework(function, "query", query)
+    framework = one_framework(function, "query", query)
     for name, array in (("key", key), ("value", value)):
-        if _one_framework(function, name, array) is not framework:
+        if one_framework(function, name, array) is not framework:
             raise TypeError(
                 f"{function}: {name} ({_type_name(array)}) must be of the framework of query "
                 f"({_type_name(query)})"
@@ -205,7 +208,12 @@ def framework_of(function: str, query: Any, key: Any, value: Any) -> Framework:
     return METAL if framework is DLPACK and is_on_metal(query) else framework
 
 
-def _one_framework(function: str, name: str, array: Any) -> Framework:
+def one_framework(function: str, name: str, array: Any) -> Framework:
+    """The framework of one array.
+
+    Raises:
+        TypeError: it is no array.
+    """
     global _TORCH, _TENSOR
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(

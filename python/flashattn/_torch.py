@@ -53,6 +53,11 @@ class TorchFramework:
     def is_output(self, array: Any) -> bool:
         return isinstance(array, torch.Tensor)
 
+    def written(self, *arrays: Any) -> None:
+        # So that autograd notices where a graph has saved the tensor.
+        for array in arrays:
+            torch.autograd.graph.increment_version(array)
+
     def finish(self, array: Any, like: Any) -> Any:
         return array
 
@@ -116,6 +121,30 @@ class AttentionFunction(torch.autograd.Function):
             dout = torch.zeros_like(out)
         wanted = ctx.needs_input_grad[2:]
         return (None, None, *ctx.gradients(dout, dlse, out, lse, wanted, *tensors))
+
+
+class MergeFunction(torch.autograd.Function):
+    """merge_attention as one autograd node with outputs (out, lse). Not twice differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Any], gradients: Callable[..., Any], *tensors: Any
+    ) -> Any:
+        """`run(*tensors)` gives (out, lse), `gradients(dout, dlse, wanted, *tensors)` theirs."""
+        ctx.save_for_backward(*tensors)
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return run(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        tensors = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (2 + len(tensors))
+        if dout is None:
+            dout = torch.zeros_like(tensors[0])
+        return (None, None, *ctx.gradients(dout, dlse, ctx.needs_input_grad[2:], *tensors))
 
 
 def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, bool]:

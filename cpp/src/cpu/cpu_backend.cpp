@@ -198,8 +198,9 @@ Support CpuBackend::available() const {
 }
 
 std::vector<std::string> CpuBackend::features() const {
-  return {"forward", "backward", "float32",  "float16",  "bfloat16",   "gqa",    "value_dim",
-          "causal",  "window",   "q_offset", "k_offset", "kv_lengths", "varlen", "block_table"};
+  return {"forward",  "backward",   "float32",          "float16",          "bfloat16",
+          "gqa",      "value_dim",  "causal",           "window",           "q_offset",
+          "k_offset", "kv_lengths", "attention_varlen", "attention_kvcache"};
 }
 
 Support CpuBackend::supports(const AttentionProblem& problem) const {

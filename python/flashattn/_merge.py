@@ -1,0 +1,87 @@
+"""merge_attention: results over disjoint sets of keys become the result over all of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashattn import _core
+from flashattn._arrays import one_framework
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FUNCTION = "merge_attention"
+
+
+def merge_attention(
+    outs: Sequence[Any], lses: Sequence[Any], *, layout: Literal["bshd", "bhsd"] = "bshd"
+) -> tuple[Any, Any]:
+    """Exact merge of attention results of the same queries over disjoint keys.
+
+    out = sum_p exp(lse_p - lse) out_p with lse = log sum_p exp(lse_p) (docs/math.md): what split-KV
+    decoding, ring attention and shared prefixes end with. Sums are float32 and go through the parts
+    in order. Differentiable for torch tensors, through outs and lses, once: a second derivative
+    raises RuntimeError.
+
+    Args:
+        outs: parts, each (batch, seqlen_q, heads, dim), or with layout="bhsd" (batch, heads,
+            seqlen_q, dim), of one shape, dtype (float32, float16 or bfloat16) and framework, any
+            strides. Without a batch axis as in `attention_varlen`, lses too.
+        lses: their log-sum-exps, each (batch, heads, seqlen_q) float32. A part with -inf saw no
+            key and contributes nothing, whatever its out holds.
+        layout: the axes of outs and of the result.
+
+    Returns:
+        (out, lse) in the parts' shapes, dtypes and framework; out 0 and lse -inf where every part's
+        lse is -inf.
+
+    Raises:
+        ValueError: no part, or shapes that differ.
+        TypeError: dtypes or frameworks that differ or do not fit.
+        NotImplementedError: arrays outside of host memory.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs:
+        raise ValueError(f"{_FUNCTION}: outs (empty) must hold at least one array")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f'{_FUNCTION}: layout ({layout!r}) must be "bshd" or "bhsd"')
+    framework = one_framework(_FUNCTION, "outs[0]", outs[0])
+    for name, arrays in (("outs", outs), ("lses", lses)):
+        for number, array in enumerate(arrays):
+            label = f"{name}[{number}]"
+            if one_framework(_FUNCTION, label, array) is not framework:
+                raise TypeError(f"{_FUNCTION}: {label} must be of the framework of outs[0]")
+    if len(lses) != len(outs):
+        raise ValueError(
+            f"{_FUNCTION}: lses.length ({len(lses)}) must equal outs.length ({len(outs)})"
+        )
+    heads_first = layout == "bhsd"
+
+    def run(*tensors: Any) -> tuple[Any, Any]:
+        parts, sums = list(tensors[: len(outs)]), list(tensors[len(outs) :])
+        out, lse = framework.gradient(parts[0]), framework.gradient(sums[0])
+        _core.merge(parts, sums, out, lse, heads_first)
+        return framework.finish(out, parts[0]), framework.finish(lse, parts[0])
+
+    def backward(dout: Any, dlse: Any, wanted: Sequence[bool], *tensors: Any) -> list[Any]:
+        results = [
+            framework.gradient(x) if want else None for x, want in zip(tensors, wanted, strict=True)
+        ]
+        count = len(outs)
+        _core.merge_backward(
+            list(tensors[:count]),
+            list(tensors[count:]),
+            dout,
+            dlse,
+            results[:count],
+            results[count:],
+            heads_first,
+        )
+        return results
+
+    torch_module = sys.modules.get("flashattn._torch")
+    if torch_module is not None and torch_module.records_gradient(*outs, *lses):
+        result: tuple[Any, Any] = torch_module.MergeFunction.apply(run, backward, *outs, *lses)
+        return result
+    return run(*outs, *lses)

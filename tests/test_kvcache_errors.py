@@ -1,0 +1,68 @@
+"""What attention_kvcache refuses: each time before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kvcache import CAUSAL, Cache, run
+
+fa = pytest.importorskip("flashattn")
+
+
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"cache_seqlens": [5, 95]}, ValueError, r"cache_seqlens\[1\] \(95\) must be between 0 and 94"),
+    ({"cache_seqlens": [-1, 9]}, ValueError, r"cache_seqlens\[0\] \(-1\) must be between"),
+    ({"cache_seqlens": [5]}, ValueError, r"cache_seqlens.shape .* must be \(2,\)"),
+    ({"cache_seqlens": None}, ValueError, "cache_seqlens"),
+    ({"v": None}, ValueError, r"v \(not given\) must come with the other"),
+    ({"k": np.zeros((2, 3, 2, 16), np.float32)}, ValueError, "shape"),
+    ({"k": np.zeros((2, 2, 2, 16), np.float16)}, TypeError, r"k\.dtype .* k_cache\.dtype"),
+    ({"cache_batch_idx": [1, 1]}, ValueError, "cache_batch_idx .*a place of its own"),
+    ({"cache_batch_idx": [0, 2]}, ValueError, r"cache_batch_idx\[1\] \(2\)"),
+    ({"leftpad": [6, 0]}, ValueError, r"leftpad\[0\] \(6\) must be between 0 and 5"),
+    ({"kv_lengths": [1, 1]}, ValueError, "kv_lengths"),
+    ({"rotary_sin": np.zeros((96, 8), np.float32)}, ValueError, "rotary_cos"),
+    (
+        {n: np.zeros((20, 8), np.float32) for n in ("rotary_cos", "rotary_sin")},
+        ValueError,
+        r"rotary_cos.positions \(20\) must be at least 92",
+    ),
+    (
+        {n: np.zeros((96, 9), np.float32) for n in ("rotary_cos", "rotary_sin")},
+        ValueError,
+        r"rotary_cos.pairs \(9\)",
+    ),
+    ({"window": (-2, 0)}, ValueError, "window"),
+    ({"backend": "nowhere"}, ValueError, "nowhere"),
+    ({"softcap": -1.0}, ValueError, "softcap"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), REFUSALS)
+def test_refusals_write_nothing(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    call = Cache((5, 90), new=2, seqlen_q=2, options=CAUSAL).arrays()
+    before = call["k_cache"].copy(), call["v_cache"].copy()
+    with pytest.raises(kind, match=r"attention_kvcache: .*" + text):
+        run(fa.attention_kvcache, call | change)
+    np.testing.assert_array_equal(call["k_cache"], before[0])
+    np.testing.assert_array_equal(call["v_cache"], before[1])
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "text"),
+    [
+        ((0, 0), 99, r"block_table\[0\]\[0\] \(99\) must be between 0 and 11"),
+        ((1, 2), -1, r"block_table\[1\]\[2\] \(-1\)"),
+        ((1, 2), None, r"block_table .* pages of its own"),
+    ],
+)
+def test_pages_that_do_not_exist(at: tuple[int, int], number: int | None, text: str) -> None:
+    case = Cache((5, 47), new=2, page_size=16)
+    call = case.paged(case.arrays())
+    call["block_table"][at] = call["block_table"][0, 0] if number is None else number
+    before = call["k_cache"].copy()
+    with pytest.raises(ValueError, match="attention_kvcache: " + text):
+        run(fa.attention_kvcache, call)
+    np.testing.assert_array_equal(call["k_cache"], before)
