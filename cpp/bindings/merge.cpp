@@ -13,6 +13,8 @@ namespace flashattn::python {
 
 namespace {
 
+using ArrayList = nb::typed<nb::list, nb::object>;
+
 constexpr const char* kForward = "merge_attention";
 constexpr const char* kBackward = "merge_attention_backward";
 
@@ -36,13 +38,13 @@ class Arrays {
     return batched(name, array, access, 3);
   }
 
-  std::vector<TensorView> all_rows(const char* name, const nb::list& list) {
+  std::vector<TensorView> all_rows(const char* name, const ArrayList& list) {
     std::vector<TensorView> views;
     for (const nb::handle array : list) views.push_back(rows(name, array));
     return views;
   }
 
-  std::vector<TensorView> all_scalars(const char* name, const nb::list& list) {
+  std::vector<TensorView> all_scalars(const char* name, const ArrayList& list) {
     std::vector<TensorView> views;
     for (const nb::handle array : list) views.push_back(scalars(name, array));
     return views;
@@ -68,7 +70,7 @@ class Arrays {
   std::deque<ArrayArgument> arrays_;  // not movable
 };
 
-void run_merge(const nb::list& outs, const nb::list& lses, nb::handle out, nb::handle lse,
+void run_merge(const ArrayList& outs, const ArrayList& lses, nb::handle out, nb::handle lse,
                bool heads_first) {
   Arrays arrays(kForward, heads_first);
   const MergeTensors tensors = {.outs = arrays.all_rows("outs", outs),
@@ -79,8 +81,8 @@ void run_merge(const nb::list& outs, const nb::list& lses, nb::handle out, nb::h
   merge_attention(tensors);
 }
 
-void run_merge_backward(const nb::list& outs, const nb::list& lses, nb::handle dout,
-                        nb::handle dlse, const nb::list& douts, const nb::list& dlses,
+void run_merge_backward(const ArrayList& outs, const ArrayList& lses, nb::handle dout,
+                        nb::handle dlse, const ArrayList& douts, const ArrayList& dlses,
                         bool heads_first) {
   Arrays arrays(kBackward, heads_first);
   const MergeTensors tensors = {.outs = arrays.all_rows("outs", outs),
