@@ -11,23 +11,12 @@ import sys
 from typing import Any
 
 import flashattn as fa
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from targets import chosen_backend
-from tolerance import GRADIENT_FACTOR, assert_close
 from torch.nn.functional import scaled_dot_product_attention
-from yardstick import forward_yardstick, gradient_yardstick
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def tensors(*shapes: tuple[int, ...], dtype: Any = torch.float32, grad: bool = False) -> list[Any]:
-    generator = torch.Generator().manual_seed(2)
-    made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    return [x.requires_grad_(grad) for x in made]
-
+from torch_numbers import DTYPES, check_bhsd, check_gradients_bhsd, numbers, tensors
 
 # (batch, heads, seqlen, dim): torch's layout
 QKV = ((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16))
@@ -35,17 +24,6 @@ QKV = ((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16))
 
 def double(*inputs: Any) -> list[Any]:
     return [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-
-
-def numbers(x: Any) -> Any:
-    """The tensor's values as numpy has them."""
-    if x.dtype == torch.bfloat16:
-        return x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.detach().numpy()
-
-
-def bshd(x: Any) -> Any:
-    return np.ascontiguousarray(numbers(x).swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,14 +37,10 @@ def test_forward_and_gradients_against_torch(dtype: Any, causal: Any) -> None:
     (dout,) = tensors(tuple(out.shape), dtype=dtype)
     out.backward(dout)
     expected.backward(dout.double())
-    arrays = tuple(map(bshd, inputs))
     opts = {"causal": causal}
-    assert_close(bshd(out), bshd(expected), forward_yardstick(arrays, opts)["out"])
-    allowed = gradient_yardstick(bshd(dout), arrays, None, opts)
-    for name, ours, theirs in zip(("dq", "dk", "dv"), inputs, exact, strict=True):
-        assert ours.grad.dtype == dtype
-        got, truth = bshd(ours.grad), bshd(theirs.grad)
-        assert_close(got, truth, allowed[name], factor=GRADIENT_FACTOR, name=name)
+    check_bhsd(out, expected, inputs, opts)
+    got, truth = ([x.grad for x in leaves] for leaves in (inputs, exact))
+    check_gradients_bhsd(got, truth, dout, inputs, opts)
 
 
 def test_lse_is_differentiable() -> None:

@@ -43,7 +43,9 @@ def attention(
 
     FlashAttention (Dao, Fu, Ermon, Rudra, Re, NeurIPS 2022; Dao, ICLR 2024): exact, in memory
     linear in the sequence length, and the same bits for any number of threads and any batch mates.
-    Differentiable for torch tensors, once: a second derivative raises RuntimeError.
+    Differentiable for torch tensors, once: a second derivative raises RuntimeError. Autocast
+    casts query, key and value as it does for torch's own attention; torch.compile, torch.export and
+    torch.func see one operator.
 
     Args:
         query: (batch, seqlen_q, query_heads, head_dim), float32, float16 or bfloat16. With
@@ -68,6 +70,11 @@ def attention(
         RuntimeError: a device failed.
     """
     framework = framework_of(_FORWARD, query, key, value)
+    if framework.is_special(query, key, value):
+        query, key, value = framework.autocast(query, key, value)
+        if framework.is_dispatched(query, key, value):
+            result, lse = framework.dispatch(_FORWARD, query, key, value, out, options)
+            return (result, lse) if return_lse else result
     parsed = parse(_FORWARD, options)
     if parsed.dropout_p > 0 and "dropout_seed" not in options:
         parsed.dropout_seed = framework.draw_seed()
@@ -77,9 +84,9 @@ def attention(
     ):
         if out is not None:
             raise ValueError(f"{_FORWARD}: out must not be given where autograd records")
-        result, lse = record(framework, _forward, query, key, value, parsed)
+        result, lse = record(framework, forward, query, key, value, parsed)
     else:
-        result, lse = _forward(framework, query, key, value, parsed, out)
+        result, lse = forward(framework, query, key, value, parsed, out)
     return (result, lse) if return_lse else result
 
 
@@ -103,7 +110,7 @@ def attention_forward(
     """
     framework = framework_of(_FORWARD, query, key, value)
     parsed = _parse_with_seed("attention_forward", options)
-    return _forward(framework, query, key, value, parsed, out)
+    return forward(framework, query, key, value, parsed, out)
 
 
 @documents_options
@@ -159,7 +166,7 @@ def _is_bool(mask: Any) -> bool:
     return str(getattr(mask, "dtype", "")).rpartition(".")[2] == "bool"
 
 
-def _forward(
+def forward(
     framework: Framework, query: Any, key: Any, value: Any, options: _core.Options, given: Any
 ) -> tuple[Any, Any]:
     outputs = framework.forward_outputs(query, value, options.heads_first)
@@ -243,7 +250,7 @@ def record(
     value: Any,
     options: _core.Options,
 ) -> tuple[Any, Any]:
-    """The call as one node of torch's graph; `forward` is _forward or one with its arguments."""
+    """The call as one node of torch's graph; `forward` is the one here or has its arguments."""
     from flashattn._torch import AttentionFunction
 
     def run(query: Any, key: Any, value: Any, *_: Any) -> tuple[Any, Any]:

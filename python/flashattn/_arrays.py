@@ -83,13 +83,45 @@ class Framework(Protocol):
     def draw_seed(self) -> int:
         """63 random bits from the framework's own generator."""
 
+    def is_special(self, query: Any, key: Any, value: Any) -> bool:
+        """Whether the framework's state asks for autocast() and is_dispatched()."""
+
+    def autocast(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """The arrays in the dtype that the framework's state asks for."""
+
+    def is_dispatched(self, query: Any, key: Any, value: Any) -> bool:
+        """Whether the framework must see the call as an operator of its own."""
+
+    def dispatch(
+        self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
+    ) -> tuple[Any, Any]:
+        """(out, lse) by that operator."""
+
+
+class NothingSpecial:
+    """A framework without autocast, tracing or transforms."""
+
+    def is_special(self, query: Any, key: Any, value: Any) -> bool:
+        return False
+
+    def autocast(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        return query, key, value
+
+    def is_dispatched(self, query: Any, key: Any, value: Any) -> bool:
+        return False
+
+    def dispatch(
+        self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
+    ) -> tuple[Any, Any]:
+        raise AssertionError("unreachable: is_dispatched is False")
+
 
 def _numpy_empty(shape: tuple[int, ...], dtype: Any) -> Any:
     memory = _core.Buffer(math.prod(shape) * dtype.itemsize, False)
     return np.ndarray(shape, dtype, memory)  # type: ignore[arg-type]
 
 
-class NumpyFramework:
+class NumpyFramework(NothingSpecial):
     """numpy arrays, bfloat16 of ml_dtypes included."""
 
     def forward_outputs(self, query: Any, value: Any, heads_first: bool) -> tuple[Any, Any]:
@@ -120,7 +152,7 @@ class NumpyFramework:
         return int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
 
 
-class DLPackFramework:
+class DLPackFramework(NothingSpecial):
     """Any other producer of CPU arrays. Results return through its array namespace, or as numpy."""
 
     def _new(self, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

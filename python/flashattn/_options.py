@@ -89,7 +89,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 # Shown in signatures; the core's `Options` has the same.
-_DEFAULTS: AttentionOptions = {
+DEFAULTS: AttentionOptions = {
     "scale": None,
     "causal": False,
     "window": (-1, -1),
@@ -227,7 +227,7 @@ class _Reader:
         options.backend = value
 
 
-_NAMES = tuple(_DEFAULTS)
+_NAMES = tuple(DEFAULTS)
 _SETTERS: dict[str, Callable[[_Reader, Options, Any], None]] = {
     name: getattr(_Reader, name) for name in _NAMES
 }
@@ -285,7 +285,7 @@ def documents_options(function: _Function) -> _Function:
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=_DEFAULTS[name],  # type: ignore[literal-required]
+            default=DEFAULTS[name],  # type: ignore[literal-required]
             annotation=getattr(annotations[name], "__forward_arg__", annotations[name]),
         )
         for name in _NAMES

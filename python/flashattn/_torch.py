@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 _core.register_torch(torch.Tensor, torch.nn.Parameter)
 
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+_is_compiling = torch.compiler.is_compiling
+# Private names of torch; there are no public ones. functorch's transforms make tensors that have no
+# memory and yet the plain type.
+_autocasts_somewhere = torch._C._is_any_autocast_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 class TorchFramework:
     """Results are torch tensors on the query's device.
@@ -62,11 +70,49 @@ class TorchFramework:
         return array
 
     def draw_seed(self) -> int:
-        return int(torch.randint(0, 2**63 - 1, ()).item())
+        return int(torch.randint(0, 2**63 - 1, (), device="cpu").item())
+
+    def is_special(self, query: Any, key: Any, value: Any) -> bool:
+        # On the way of every call: one expression, cheapest where nothing is special.
+        return (
+            _is_compiling()
+            or _autocasts_somewhere()
+            or _transform() is not None
+            or _dispatch_modes() > 0
+            or type(query) not in _PLAIN_TYPES
+            or type(key) not in _PLAIN_TYPES
+            or type(value) not in _PLAIN_TYPES
+        )
+
+    def autocast(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What torch's own attention is cast to: any dtype but float64."""
+        device = query.device.type
+        if not torch.is_autocast_enabled(device):
+            return query, key, value
+        wanted = torch.get_autocast_dtype(device)
+        cast = [x if x.dtype is torch.float64 else x.to(wanted) for x in (query, key, value)]
+        return cast[0], cast[1], cast[2]
+
+    def is_dispatched(self, query: Any, key: Any, value: Any) -> bool:
+        return (
+            _is_compiling()
+            or _transform() is not None
+            or _dispatch_modes() > 0
+            or not {type(query), type(key), type(value)} <= _PLAIN_TYPES
+        )
+
+    def dispatch(
+        self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
+    ) -> tuple[Any, Any]:
+        from flashattn import _torch_ops
+
+        if out is not None:
+            raise ValueError(f"{function}: out must not be given where torch traces or transforms")
+        return _torch_ops.dispatch(function, query, key, value, options)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+    if type(tensor) in _PLAIN_TYPES:
         return tensor
     return tensor.as_subclass(torch.Tensor)
 

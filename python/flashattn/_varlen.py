@@ -69,7 +69,16 @@ def attention_varlen(
         RuntimeError: a device failed.
     """
     framework = framework_of(_FORWARD, query, key, value)
-    parsed = _parse(_FORWARD, cu_seqlens_q, cu_seqlens_k, block_table, options)
+    if framework.is_special(query, key, value):
+        query, key, value = framework.autocast(query, key, value)
+        if framework.is_dispatched(query, key, value):
+            packed = {
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "block_table": block_table,
+            }
+            return framework.dispatch(_FORWARD, query, key, value, out, {**options, **packed})
+    parsed = parse_packed(_FORWARD, cu_seqlens_q, cu_seqlens_k, block_table, options)
     if parsed.dropout_p > 0 and "dropout_seed" not in options:
         parsed.dropout_seed = framework.draw_seed()
     torch_module = sys.modules.get("flashattn._torch")
@@ -78,8 +87,8 @@ def attention_varlen(
     ):
         if out is not None:
             raise ValueError(f"{_FORWARD}: out must not be given where autograd records")
-        return record(framework, _forward, query, key, value, parsed)
-    return _forward(framework, query, key, value, parsed, out)
+        return record(framework, forward, query, key, value, parsed)
+    return forward(framework, query, key, value, parsed, out)
 
 
 @documents_options
@@ -116,7 +125,7 @@ def attention_varlen_backward(
         ValueError: and TypeError, NotImplementedError, RuntimeError, as `attention_varlen` does.
     """
     framework = framework_of(_BACKWARD, query, key, value)
-    parsed = _parse(_BACKWARD, cu_seqlens_q, cu_seqlens_k, None, options)
+    parsed = parse_packed(_BACKWARD, cu_seqlens_q, cu_seqlens_k, None, options)
     if parsed.dropout_p > 0 and "dropout_seed" not in options:
         raise ValueError(f"{_BACKWARD}: dropout_seed (not given) must be given when dropout_p > 0")
     tensors = (query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks)
@@ -124,9 +133,10 @@ def attention_varlen_backward(
     return AttentionGradients(*gradients(framework, parsed, dout, dlse, out, lse, wanted, *tensors))
 
 
-def _parse(
+def parse_packed(
     function: str, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any, options: Any
 ) -> Options:
+    """The core's options of a call on packed sequences; not shared with another call."""
     parsed = parse_own(function, options)
     if parsed.heads_first:
         raise ValueError(
@@ -140,8 +150,9 @@ def _parse(
     return parsed
 
 
-def _forward(
+def forward(
     framework: Framework, query: Any, key: Any, value: Any, options: Options, given: Any
 ) -> tuple[Any, Any]:
+    """One forward call on packed sequences, into new arrays or the caller's `given`."""
     outputs = framework.packed_outputs(query, value)
     return run_forward(framework, _FORWARD, query, key, value, options, given, outputs)
