@@ -209,6 +209,13 @@ FLASHATTN_INLINE float decode_sink(const DecodeMerge& task) {
   return job.sinks.at(task.batch, task.head);
 }
 
+// log(sum * exp(base)), base in the unit of the scores.
+template <bool modified>
+FLASHATTN_INLINE float natural_log(float base, float sum) {
+  if constexpr (modified) return base + __builtin_logf(sum);
+  return base * kLn2 + __builtin_logf(sum);
+}
+
 // out = sum over chunks c of w_c acc_c / sum over c of w_c sum_c with w_c = exp(max_c - max),
 // chunks in ascending order, a sink before them; lse = max + log(sum). A row without weights gets
 // out 0 and lse -inf.
@@ -249,9 +256,8 @@ FLASHATTN_INLINE void decode_merge_row(const DecodeMerge& task, const TailedDim&
   }
   from_tailed(acc, dim);
   narrow_row<dtype>(acc, job.value_dim, out.row(i), out.dim_bytes);
-  const float natural = modified ? base : base * kLn2;
   job.lse.head(task.batch, task.head)[i * job.lse.row_stride] =
-      dead ? -kInfinity : natural + __builtin_logf(sum);
+      dead ? -kInfinity : natural_log<modified>(base, sum);
 }
 
 template <DType dtype, bool modified>
