@@ -35,12 +35,7 @@ NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
     "oracle": frozenset(),
 }
 # Functions of the public API that are not there yet: they are absent, or raise NotImplementedError.
-NOT_IMPLEMENTED_FUNCTIONS = frozenset(
-    {
-        "dropout_mask",
-        "alibi_slopes",
-    }
-)
+NOT_IMPLEMENTED_FUNCTIONS: frozenset[str] = frozenset()
 _TAKE_BACKEND = {"attention_varlen", "attention_varlen_backward", "attention_kvcache"}
 MAX_HEAD_DIM = {"cpu": 512, "metal": 256, "oracle": 512}
 

@@ -1,11 +1,12 @@
-// _core.forward, _core.backward and _core.kvcache. Python hands over arrays, outputs included, and
-// one Options object; here they become TensorViews in the library's (batch, seqlen, heads, dim)
-// order, and the GIL is released around the computation alone. Shapes, dtypes and the values of
-// options are checked by make_problem, not here.
+// _core.forward, _core.backward, _core.kvcache and _core.dropout_mask. Python hands over arrays,
+// outputs included, and one Options object; here they become TensorViews in the library's (batch,
+// seqlen, heads, dim) order, and the GIL is released around the computation alone. Shapes, dtypes
+// and the values of options are checked by make_problem, not here.
 #include "calls.h"
 
 #include "core/per_batch.h"
 #include "flashattn/attention.h"
+#include "flashattn/dropout.h"
 #include "flashattn/kv_cache.h"
 #include "ndarray.h"
 #include "options.h"
@@ -113,6 +114,13 @@ void run_kvcache(nb::handle query, nb::handle key, nb::handle value, nb::handle 
   attention_kvcache(tensors, plain);
 }
 
+void run_dropout_mask(nb::handle mask, const Options& options) {
+  const ArrayArgument array({"dropout_mask", "mask"}, mask, Access::kWrite);
+  const Dropout dropout = attention_options(options).dropout;
+  const nb::gil_scoped_release release;
+  dropout_mask(array.view(), dropout);
+}
+
 }  // namespace
 
 void bind_calls(nb::module_& module) {
@@ -170,6 +178,8 @@ void bind_calls(nb::module_& module) {
       nb::arg("rotary_cos").none(), nb::arg("rotary_sin").none(), nb::arg("rotary_interleaved"),
       nb::arg("options"), nb::arg("caller_outputs"),
       "Appends new_key and new_value to the caches, in place, and writes out and lse.");
+  module.def("dropout_mask", &run_dropout_mask, nb::arg("mask"), nb::arg("options"),
+             "Writes 0 or 1 / (1 - p) for every score.");
 }
 
 }  // namespace flashattn::python

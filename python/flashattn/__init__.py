@@ -10,6 +10,7 @@ and torch tensors go in and come out; torch tensors take part in autograd. docs/
 rules that every backend keeps.
 """
 
+from flashattn._alibi import alibi_slopes
 from flashattn._api import (
     AttentionGradients,
     attention,
@@ -18,6 +19,7 @@ from flashattn._api import (
 )
 from flashattn._arrays import empty
 from flashattn._core import VERSION
+from flashattn._dropout import dropout_mask
 from flashattn._kvcache import attention_kvcache
 from flashattn._machine import (
     BackendInfo,
@@ -40,6 +42,7 @@ __all__ = [
     "CopyStats",
     "DropoutShard",
     "__version__",
+    "alibi_slopes",
     "attention",
     "attention_backward",
     "attention_forward",
@@ -48,6 +51,7 @@ __all__ = [
     "attention_varlen_backward",
     "backends",
     "copy_stats",
+    "dropout_mask",
     "empty",
     "get_num_threads",
     "merge_attention",

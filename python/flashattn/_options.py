@@ -267,6 +267,18 @@ def per_batch_integers(function: str, name: str, value: Any) -> Any:
     return _Reader(function).per_batch(name, value)
 
 
+def sizes(function: str, name: str, value: Any, count: int, least: int = 0) -> tuple[int, ...]:
+    """An argument of `count` sizes, each at least `least`."""
+    reader = _Reader(function)
+    try:
+        given = tuple(value)
+    except TypeError:
+        reader.fail(TypeError, name, value, f"be {count} ints")
+    if len(given) != count:
+        reader.fail(ValueError, name, value, f"be {count} ints")
+    return tuple(reader.integer(name, item, (least, _INT64[1])) for item in given)
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

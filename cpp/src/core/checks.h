@@ -63,6 +63,9 @@ class Checks {
 AttentionProblem make_problem(std::string_view function, const ForwardTensors& tensors,
                               const AttentionOptions& options);
 
+// problem.dropout, validated against the problem's sizes; none where its probability is 0.
+void read_dropout(const Checks& check, const Dropout& dropout, AttentionProblem& problem);
+
 // "(2, 128, 8, 64)".
 std::string shape_text(const TensorView& view);
 std::string shape_text(const std::array<std::int64_t, 4>& shape, int rank);

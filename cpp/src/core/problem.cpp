@@ -99,12 +99,7 @@ void read_options(const Checks& check, const AttentionInputs& in, const Attentio
   if (!std::isfinite(problem.softcap) || problem.softcap < 0.0F) {
     check.fail_value("softcap", number_text(problem.softcap), "be finite and not negative");
   }
-  const double p = options.dropout.probability;
-  if (!(p >= 0.0 && p <= 1.0)) check.fail_value("dropout_p", number_text(p), "be between 0 and 1");
-  if (options.dropout.shard) check_shard(check, *options.dropout.shard, problem);
-  // Without a probability the seed means nothing, and the call is the one without dropout.
-  if (p > 0.0) problem.dropout = options.dropout;
-
+  read_dropout(check, options.dropout, problem);
   problem.causal = options.causal;
   if (options.window.left < -1) {
     check.fail_value("window.left", std::to_string(options.window.left), "be at least -1");
@@ -255,6 +250,14 @@ void check_distinct(const Checks& check, std::initializer_list<NamedView> output
 }
 
 }  // namespace
+
+void read_dropout(const Checks& check, const Dropout& dropout, AttentionProblem& problem) {
+  const double p = dropout.probability;
+  if (!(p >= 0.0 && p <= 1.0)) check.fail_value("dropout_p", number_text(p), "be between 0 and 1");
+  if (dropout.shard) check_shard(check, *dropout.shard, problem);
+  // Without a probability the seed means nothing, and the call is the one without dropout.
+  if (p > 0.0) problem.dropout = dropout;
+}
 
 AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOptions& options) {
   return make_problem(tensors.inputs.cu_seqlens_q ? "attention_varlen" : "attention", tensors,
