@@ -20,6 +20,19 @@ from flashattn._api import (
 from flashattn._arrays import empty
 from flashattn._core import VERSION
 from flashattn._dropout import dropout_mask
+from flashattn._flash_attn import _flash_attn_backward as _flash_attn_backward
+from flashattn._flash_attn import _flash_attn_forward as _flash_attn_forward
+from flashattn._flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
+from flashattn._flash_attn_cache import flash_attn_combine, flash_attn_with_kvcache
+from flashattn._flash_attn_varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from flashattn._kvcache import attention_kvcache
 from flashattn._machine import (
     BackendInfo,
@@ -53,6 +66,14 @@ __all__ = [
     "copy_stats",
     "dropout_mask",
     "empty",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "get_num_threads",
     "merge_attention",
     "set_num_threads",
