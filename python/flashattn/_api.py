@@ -62,6 +62,8 @@ def attention(
         out, (batch, seqlen_q, query_heads, value_dim) in query's dtype and framework; with
         return_lse the pair (out, lse), where lse (batch, query_heads, seqlen_q) is float32: the
         natural logarithm of the sum of exp(scores). A row that sees no key gives out 0, lse -inf.
+        Results of arrays in Metal memory (DLPack's kDLMetal) are there too: in query's framework
+        where that imports such memory, else DLPack producers with a `numpy()` view.
 
     Raises:
         ValueError: shapes or values that do not fit; the text names argument, got and expected.
