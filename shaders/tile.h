@@ -96,20 +96,32 @@ void store_strip(thread simdgroup_float8x8 (&fragments)[count], threadgroup floa
   for (uint f = 0; f < count; ++f) simdgroup_store(fragments[f], strip + f * kFragment, stride);
 }
 
-// product = strip (8 x 8 inner) * tile^T: the scores of 8 rows against the tile's rows.
+// product = strip (8 x 8 inner) * tile^T: the scores of 8 rows against the tile's rows. At most 32
+// products are summed in one chain: a chain over a long row would round three times as badly.
 template <uint inner, uint columns>
 void multiply_transposed(thread simdgroup_float8x8 (&product)[columns],
                          thread simdgroup_float8x8 (&strip)[inner], threadgroup const float* tile,
                          uint tile_stride) {
+  constexpr uint chain = 4;  // fragments
   fill_zero(product);
 #pragma clang loop unroll(full)
-  for (uint d = 0; d < inner; ++d) {
+  for (uint first = 0; first < inner; first += chain) {
+    simdgroup_float8x8 part[columns];
+    fill_zero(part);
+#pragma clang loop unroll(full)
+    for (uint d = first; d < min(first + chain, inner); ++d) {
+#pragma clang loop unroll(full)
+      for (uint j = 0; j < columns; ++j) {
+        simdgroup_float8x8 transposed;
+        simdgroup_load(transposed, tile + j * kFragment * tile_stride + d * kFragment, tile_stride,
+                       ulong2(0, 0), true);
+        simdgroup_multiply_accumulate(part[j], strip[d], transposed, part[j]);
+      }
+    }
 #pragma clang loop unroll(full)
     for (uint j = 0; j < columns; ++j) {
-      simdgroup_float8x8 transposed;
-      simdgroup_load(transposed, tile + j * kFragment * tile_stride + d * kFragment, tile_stride,
-                     ulong2(0, 0), true);
-      simdgroup_multiply_accumulate(product[j], strip[d], transposed, product[j]);
+      product[j].thread_elements()[0] += part[j].thread_elements()[0];
+      product[j].thread_elements()[1] += part[j].thread_elements()[1];
     }
   }
 }

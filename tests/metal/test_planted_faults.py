@@ -10,11 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from shader_cases import KERNELS, Case, compile_kernel, make_tensors, run_kernel
+from shader_cases import (
+    KERNELS,
+    OPTION_KERNELS,
+    SUM_KERNELS,
+    Case,
+    compile_kernel,
+    make_tensors,
+    run_kernel,
+)
+from shader_options import ShaderOptions
 from simulator import SHADERS, Simulator
 
-CASE = Case(head_dim=12, value_dim=9)  # ragged on every side
-PRODUCTS = tuple(kernel for kernel in KERNELS if kernel != "delta")  # those that stage tiles
+# Ragged on every side, with every option that has a kernel of its own.
+OPTIONS = ShaderOptions(mask="float32", alibi="head", sinks=True)
+CASE = Case(head_dim=12, value_dim=9, options=OPTIONS)
+ALL = (*KERNELS, *OPTION_KERNELS)
+BY_ROW = ("delta", *SUM_KERNELS)  # one simdgroup a row or head, no tiles
+PRODUCTS = tuple(kernel for kernel in ALL if kernel not in BY_ROW)
+BODY = "[[simdgroup_index_in_threadgroup]]) {"
 TASK = "params.first_threadgroup + threadgroup_index"
 READ_ONLY = {
     "forward": "key",
@@ -22,6 +36,20 @@ READ_ONLY = {
     "backward_dq": "lse",
     "backward_dv": "dout",
     "backward_dk": "delta",
+    "mask_gradient": "key",
+    "slope_gradient": "slope_rows",
+    "sink_gradient": "sinks",
+}
+OUTSIDE = r"out-of-bounds read of 4 bytes in device memory"
+# What keeps the last threadgroup inside the arrays, what is reported without it, and where.
+RETURNS = {
+    "delta": ("if (i >= params.seqlen_q) return;", OUTSIDE, r"out_row\["),
+    "slope_gradient": (
+        "if (first >= slopes) return;",
+        r"race on device 'dalibi_slopes': write",
+        r"dslopes_(batch|head)",
+    ),
+    "sink_gradient": ("if (h >= params.query_heads) return;", OUTSIDE, r"sinks\["),
 }
 
 
@@ -53,7 +81,7 @@ def faults() -> list[Fault]:
                 "tile.h",
                 "if (r < valid_rows && d < dim) {",
                 "if (d < dim) {",
-                r"out-of-bounds read of 4 bytes in device memory",
+                OUTSIDE,
                 r"x = to_float\(source\[",
             ),
             Fault(
@@ -66,29 +94,24 @@ def faults() -> list[Fault]:
                 r"simdgroup_load\(",
             ),
         ]
-    found += [
-        Fault(
-            "unchecked rows",
-            "delta",
-            "",
-            "if (i >= params.seqlen_q) return;",
-            "",
-            r"out-of-bounds read of 4 bytes in device memory",
-            r"dout?_row\[|out_row\[",
-        )
-    ]
-    for kernel in KERNELS:
-        found += [
+    for kernel, (old, says, line) in RETURNS.items():
+        found.append(Fault("unchecked rows", kernel, "", old, "", says, line))
+    for kernel in ALL:
+        found.append(
             Fault(
                 "write through const",
                 kernel,
                 "",
-                f"{TASK};",
-                f"{TASK}; ((device float*){READ_ONLY[kernel]})[0] = 0.0f;",
+                BODY,
+                f"{BODY} ((device float*){READ_ONLY[kernel]})[0] = 0.0f;",
                 rf"write to read-only buffer '{READ_ONLY[kernel]}'",
                 r"\(device float\*\)",
-            ),
-            # Two threadgroups compute the same rows: right numbers, and no barrier between them.
+            )
+        )
+    # Two threadgroups compute the same rows: right numbers, and no barrier between them. The sums
+    # over heads have but one threadgroup here.
+    for kernel in ("delta", *PRODUCTS):
+        found.append(
             Fault(
                 "one task twice",
                 kernel,
@@ -96,14 +119,15 @@ def faults() -> list[Fault]:
                 TASK,
                 f"({TASK}) / 2",
                 r"race on device '\w+': write .* no barrier orders threadgroups",
-                r"target|lse\[|delta\[",
-            ),
-        ]
+                r"target|lse\[|delta\[|slope_rows\[|\*at = ",
+            )
+        )
     return found
 
 
 def test_every_kernel_has_its_faults() -> None:
-    assert set(READ_ONLY) == set(KERNELS)
+    assert set(READ_ONLY) == set(ALL)
+    assert set(RETURNS) == set(BY_ROW)
 
 
 @pytest.mark.parametrize("fault", faults(), ids=str)
@@ -126,7 +150,7 @@ def test_a_planted_fault_is_reported_by_line(
     assert re.search(fault.line, line), f"{said[0]}\n{line}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ALL)
 def test_the_unchanged_kernel_is_silent(kernel: str, simulator: Simulator) -> None:
     library = compile_kernel(simulator, CASE, kernel)
     assert run_kernel(library, CASE, kernel, make_tensors(CASE)).reports == []
