@@ -66,7 +66,7 @@ def flash_attn_func(
         return attention(q, k, v, **options)
     options |= drawn_seed(q, k, v, dropout_p)
     out, lse = attention(q, k, v, return_lse=True, **options)
-    return out, lse, signed_probabilities(q, k, v, options)
+    return out, lse, signed_probabilities(q, k, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -148,7 +148,7 @@ def _flash_attn_forward(
     options = upstream_options(dropout_p, softmax_scale, causal, window, softcap)
     options |= given(alibi_slopes=alibi_slopes) | drawn_seed(q, k, v, dropout_p)
     out, lse = attention_forward(q, k, v, **options)
-    probabilities = signed_probabilities(q, k, v, options if return_softmax else {})
+    probabilities = signed_probabilities(q, k, options if return_softmax else {})
     state = np.array([options.get("dropout_seed", 0), 0], np.int64)
     return out, lse, probabilities, _like(q, state)
 

@@ -65,7 +65,7 @@ def flash_attn_varlen_func(
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     if not return_attn_probs:
         return out
-    return out, lse, signed_probabilities(q, k, v, options, cu_seqlens_q, cu_seqlens_k)
+    return out, lse, signed_probabilities(q, k, options, cu_seqlens_q, cu_seqlens_k)
 
 
 def flash_attn_varlen_qkvpacked_func(

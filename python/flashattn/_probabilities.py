@@ -20,7 +20,6 @@ _COLUMNS = 256  # the largest value_dim that every backend takes
 def signed_probabilities(
     q: Any,
     k: Any,
-    v: Any,
     options: Mapping[str, Any],
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
@@ -32,7 +31,6 @@ def signed_probabilities(
     Args:
         q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with cu_seqlens.
         k: like q.
-        v: not read, but its framework.
         options: those of the call, dropout_seed among them.
         cu_seqlens_q: int32 (batch + 1,), or None.
         cu_seqlens_k: likewise.
