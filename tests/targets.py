@@ -30,7 +30,7 @@ import reference
 import reference_packed
 
 NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
-    "cpu": frozenset({"mask", "softcap", "alibi_slopes", "sinks", "dropout_p"}),
+    "cpu": frozenset(),
     "metal": frozenset({"attention_kvcache", "attention_varlen", "attention_varlen_backward"}),
     "oracle": frozenset(),
 }
@@ -149,9 +149,14 @@ def _oracle_backward(
     grads = reference.attention_backward(do, q, k, v, **opts)
     dtype = np.asarray(query).dtype
     dq, dk, dv = (np.ascontiguousarray(x.astype(dtype)) for x in (grads.dq, grads.dk, grads.dv))
+    wide = np.float64 if np.asarray(opts.get("mask")).dtype == np.float64 else np.float32
     small = (
-        None if x is None else x.astype(np.float32)
-        for x in (grads.dmask, grads.dalibi_slopes, grads.dsinks)
+        None if x is None else x.astype(dtype)
+        for x, dtype in (
+            (grads.dmask, wide),
+            (grads.dalibi_slopes, np.float32),
+            (grads.dsinks, np.float32),
+        )
     )
     return reference.Gradients(*_from_bhsd(layout, dq, dk, dv), *small)
 

@@ -13,6 +13,7 @@ import pytest
 import reference_packed
 from cases import Case, build, check_backward
 from targets import Target
+from tolerance import assert_close
 
 
 def _zeros(*shape: int) -> np.ndarray:
@@ -91,7 +92,9 @@ def test_c04_dropout_zero_and_one(target: Target) -> None:
     out, lse = target.forward(*problem.inputs, **opts)
     grads = target.backward(problem.dout, *problem.inputs, out, lse, **opts)
     assert (out == 0).all()
-    np.testing.assert_array_equal(lse, plain[1])
+    half = target.forward(*problem.inputs, dropout_p=0.5, dropout_seed=3)
+    np.testing.assert_array_equal(lse, half[1])
+    assert_close(lse, problem.oracle.lse, problem.yardstick["lse"], name="lse")
     for gradient in (grads.dq, grads.dk, grads.dv):
         assert (gradient == 0).all()
 

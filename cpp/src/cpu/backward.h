@@ -4,8 +4,7 @@
 // backward_*.h.
 #pragma once
 
-#include "cpu/backward_block.h"
-#include "cpu/backward_rows.h"
+#include "cpu/backward_mask.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
@@ -30,31 +29,57 @@ FLASHATTN_INLINE KeyBlock<Unit> key_block(const BackwardShape<Unit>& shape,
   return block;
 }
 
+// Calls body(number of a key block, its slices) for the key blocks that some row of q sees.
+template <class Unit, class Body>
+FLASHATTN_INLINE void for_key_blocks(const Visibility& visibility, const QueryBlock<Unit>& q,
+                                     const RowsAhead& ahead, const Body& body) {
+  const Interval keys = visibility.keys_of_rows(q.first_row, q.first_row + q.rows);
+  const std::int64_t begin = keys.begin / kBlockK;
+  const std::int64_t end = keys.begin < keys.end ? (keys.end + kBlockK - 1) / kBlockK : begin;
+  for (std::int64_t i = begin; i < end; ++i) {
+    body(i, BlockAhead{.rows = ahead, .block = i - begin, .blocks = end - begin});
+  }
+}
+
 template <class Unit>
 FLASHATTN_INLINE void add_key_blocks(const AttentionJob& job, const BackwardShape<Unit>& shape,
                                      const Visibility& visibility, const PackedKeys<Unit>& packed,
                                      const KeySums<Unit>& sums, const QueryBlock<Unit>& q,
                                      const RowsAhead& ahead) {
-  const std::int64_t last_row = q.first_row + q.rows;
   const float scale_log2 = job.scale * kLog2E;
-  const Interval keys = visibility.keys_of_rows(q.first_row, last_row);
-  const std::int64_t begin = keys.begin / kBlockK;
-  const std::int64_t end = keys.begin < keys.end ? (keys.end + kBlockK - 1) / kBlockK : begin;
-  for (std::int64_t i = begin; i < end; ++i) {
-    const TileVisibility tile =
-        visibility.tile(q.first_row, last_row, i * kBlockK, (i + 1) * kBlockK);
-    if (tile == TileVisibility::kNone) continue;
-    const KeyBlock<Unit> k = key_block(shape, packed, sums, i);
-    const BlockAhead slices{.rows = ahead, .block = i - begin, .blocks = end - begin};
-    if (tile == TileVisibility::kAll && q.rows == kBlockQ) {
-      add_visible_block(shape, scale_log2, q, k, slices);
-    } else {
-      add_mixed_block(shape, scale_log2, visibility, q, k, slices);
-    }
-  }
+  for_key_blocks(visibility, q, ahead,
+                 [&](std::int64_t i, const BlockAhead& slices) __attribute__((always_inline)) {
+                   const TileVisibility tile = visibility.tile(q.first_row, q.first_row + q.rows,
+                                                               i * kBlockK, (i + 1) * kBlockK);
+                   if (tile == TileVisibility::kNone) return;
+                   const KeyBlock<Unit> k = key_block(shape, packed, sums, i);
+                   if (tile == TileVisibility::kAll && q.rows == kBlockQ && q.dead == 0) {
+                     add_visible_block(shape, scale_log2, q, k, slices);
+                   } else {
+                     add_mixed_block(shape, scale_log2, visibility, q, k, slices);
+                   }
+                 });
 }
 
 template <class Unit>
+FLASHATTN_INLINE void add_modified_key_blocks(const AttentionJob& job,
+                                              const ModifiedRows<Unit>& rows,
+                                              const PackedKeys<Unit>& packed,
+                                              const KeySums<Unit>& sums, const RowsAhead& ahead) {
+  const Visibility& visibility = job.visibility[rows.batch];
+  const Interval all{rows.q.first_row, rows.q.first_row + rows.q.rows};
+  for_key_blocks(visibility, rows.q, ahead,
+                 [&](std::int64_t i, const BlockAhead& slices) __attribute__((always_inline)) {
+                   if (!may_see(job, rows.batch, rows.head, all, {i * kBlockK, (i + 1) * kBlockK}))
+                     return;
+                   const KeyBlock<Unit> k = key_block(rows.shape, packed, sums, i);
+                   auto tiles = tiles_of(job, rows, k);
+                   add_modified_block(visibility, tiles, slices);
+                 });
+}
+
+// modified: the call has a score modifier.
+template <class Unit, bool modified>
 static void accumulate_blocks(const AttentionJob& job, const BackwardTask& task) {
   const auto shape = BackwardShape<Unit>::of(job);
   Carver packed_carver{.base = static_cast<char*>(const_cast<void*>(task.packed))};
@@ -63,13 +88,23 @@ static void accumulate_blocks(const AttentionJob& job, const BackwardTask& task)
   const auto packed = PackedKeys<Unit>::carve(shape, packed_carver);
   const auto sums = KeySums<Unit>::carve(shape, sums_carver);
   auto block = QueryBlock<Unit>::carve(shape, scratch_carver);
+  const auto modified_scratch = ModifiedScratch::carve(scratch_carver);
   const Visibility visibility = job.visibility[task.batch];
   __builtin_memset(sums.touched, 0, static_cast<std::size_t>(shape.keys / kBlockK));
   for (std::int64_t g = 0; g < job.heads_per_kv; ++g) {
     const std::int64_t head = task.kv_head * job.heads_per_kv + g;
     for (std::int64_t i = task.blocks.first; i < task.blocks.end; i += task.blocks.step) {
       load_query_block(job, shape, task.batch, head, i * kBlockQ, block);
-      add_key_blocks(job, shape, visibility, packed, sums, block, RowsAhead::of(job, task, g, i));
+      const RowsAhead ahead = RowsAhead::of(job, task, g, i);
+      if constexpr (modified) {
+        LaneModifiers<kBlockQ> modifiers;
+        const ModifiedRows<Unit> rows{shape, block, modifiers, modified_scratch, task.batch, head};
+        start_rows(job, rows);
+        if (shape.wants_scores()) add_modified_key_blocks(job, rows, packed, sums, ahead);
+        write_partials(job, rows, i, task.partials);
+      } else {
+        add_key_blocks(job, shape, visibility, packed, sums, block, ahead);
+      }
       write_dq(job, shape, task.batch, head, block);
     }
   }
@@ -84,6 +119,7 @@ FLASHATTN_INLINE BackwardSizes sizes_of(const AttentionJob& job) {
   PackedKeys<Unit>::carve(shape, packed);
   KeySums<Unit>::carve(shape, sums);
   QueryBlock<Unit>::carve(shape, scratch);
+  if (has_modifiers(job)) ModifiedScratch::carve(scratch);
   return {.packed = packed.used, .sums = sums.used, .scratch = scratch.used};
 }
 
@@ -114,9 +150,15 @@ static void pack_keys(const AttentionJob& job, std::int64_t batch, std::int64_t 
                      : pack_key_blocks<Float32Unit>(job, batch, kv_head, keys, packed);
 }
 
+template <class Unit>
+FLASHATTN_INLINE void accumulate_units(const AttentionJob& job, const BackwardTask& task) {
+  has_modifiers(job) ? accumulate_blocks<Unit, true>(job, task)
+                     : accumulate_blocks<Unit, false>(job, task);
+}
+
 static void accumulate(const AttentionJob& job, const BackwardTask& task) {
-  in_bf16_pairs(job) ? accumulate_blocks<HalfUnit>(job, task)
-                     : accumulate_blocks<Float32Unit>(job, task);
+  in_bf16_pairs(job) ? accumulate_units<HalfUnit>(job, task)
+                     : accumulate_units<Float32Unit>(job, task);
 }
 
 static void write_key_gradients(const AttentionJob& job, const BackwardSums& sums, Interval keys) {
@@ -124,9 +166,21 @@ static void write_key_gradients(const AttentionJob& job, const BackwardSums& sum
                      : write_key_blocks<Float32Unit>(job, sums, keys);
 }
 
+static void write_mask_gradient(const AttentionJob& job, const MaskRegion& region, void* scratch) {
+  in_bf16_pairs(job) ? sum_mask_region<HalfUnit>(job, region, scratch)
+                     : sum_mask_region<Float32Unit>(job, region, scratch);
+}
+
+static std::int64_t mask_scratch(const AttentionJob& job, const MaskRegion& region) {
+  return in_bf16_pairs(job) ? mask_scratch_of<HalfUnit>(job, region)
+                            : mask_scratch_of<Float32Unit>(job, region);
+}
+
 constexpr BackwardKernels kKernels = {.sizes = sizes,
                                       .pack_keys = pack_keys,
                                       .accumulate = accumulate,
-                                      .write_key_gradients = write_key_gradients};
+                                      .write_key_gradients = write_key_gradients,
+                                      .write_mask_gradient = write_mask_gradient,
+                                      .mask_scratch = mask_scratch};
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

@@ -77,6 +77,7 @@ struct PlainTiles {
   float scale_log2 = 0.0F;
 
   FLASHATTN_INLINE bool need_score_gradients() const { return shape.wants_dq || shape.wants_dk; }
+  FLASHATTN_INLINE bool begin_strip(std::int64_t, Interval) const { return true; }
   template <int vecs>
   FLASHATTN_INLINE void weights(TilePlace at) const {
     weight_tile<Unit, masked, vecs>(shape, k.keys, scale_log2, q, at);
@@ -173,7 +174,7 @@ template <class Unit>
 FLASHATTN_NOINLINE void find_seen_pairs(const Visibility& visibility, const QueryBlock<Unit>& q,
                                         std::int64_t first_key, SeenPairs& seen) {
   for (std::int64_t j = 0; j < kBlockK; ++j) {
-    seen.rows[j] = bits_of_interval(rows_seeing(visibility, q, first_key + j, 1));
+    seen.rows[j] = bits_of_interval(rows_seeing(visibility, q, first_key + j, 1)) & ~q.dead;
   }
 }
 
@@ -239,7 +240,8 @@ FLASHATTN_INLINE void set_lane_keys(const Visibility& visibility, const QueryBlo
                                     std::int64_t first_key) {
   for (std::int64_t i = 0; i < kBlockQ; ++i) {
     Interval keys{0, 0};
-    if (i < q.rows) keys = clip(visibility.keys_of_row(q.first_row + i), first_key, kBlockK);
+    if (i < q.rows && (q.dead >> i & 1) == 0)
+      keys = clip(visibility.keys_of_row(q.first_row + i), first_key, kBlockK);
     q.key_begin[i] = static_cast<std::int32_t>(keys.begin);
     q.key_end[i] = static_cast<std::int32_t>(keys.end);
   }
@@ -269,22 +271,38 @@ FLASHATTN_INLINE void add_mixed_query_gradients(const BackwardShape<Unit>& shape
   }
 }
 
-// Some rows of the block see some keys of it: the products over the lanes and keys that intervals
-// leave, by tiles. seen is read where Q, dO or K holds a value that is not finite.
+// A strip of which some rows see some keys, over the lanes that intervals leave each tile: `rows`,
+// an output. False if nothing is left; what the strip's tiles would have written is garbage then.
+template <class Unit, class Tiles>
+FLASHATTN_INLINE bool score_partial_strip(const BackwardShape<Unit>& shape,
+                                          const Visibility& visibility, Tiles& tiles,
+                                          std::int64_t strip, Interval (&rows)[kStripTiles]) {
+  const KeyBlock<Unit>& k = tiles.k;
+  const Interval any = rows_seeing(visibility, tiles.q, k.first_key + strip, kStripKeys);
+  if (any.begin >= any.end || !tiles.begin_strip(strip, any)) return false;
+  for (std::int64_t t = 0; t < kStripTiles; ++t) {
+    rows[t] = rows_seeing(visibility, tiles.q, k.first_key + strip + t * kTileRows, kTileRows);
+  }
+  score_strip(shape, k, tiles, strip, rows);
+  return true;
+}
+
+// Some rows of the block see some keys of it. seen is read where Q, dO or K holds a value that is
+// not finite.
 template <class Unit, class Tiles>
 FLASHATTN_INLINE void add_partial_block(const BackwardShape<Unit>& shape,
                                         const Visibility& visibility, const SeenPairs& seen,
-                                        const QueryBlock<Unit>& q, const KeyBlock<Unit>& k,
-                                        const Tiles& tiles, const BlockAhead& ahead) {
+                                        Tiles& tiles, const BlockAhead& ahead) {
+  const QueryBlock<Unit>& q = tiles.q;
+  const KeyBlock<Unit>& k = tiles.k;
   for (std::int64_t strip = 0; strip < kBlockK; strip += kStripKeys) {
     ahead.fetch(strip / kStripKeys, kBlockK / kStripKeys);
-    const Interval any = rows_seeing(visibility, q, k.first_key + strip, kStripKeys);
-    if (any.begin >= any.end) continue;
     Interval rows[kStripTiles];
-    for (std::int64_t t = 0; t < kStripTiles; ++t) {
-      rows[t] = rows_seeing(visibility, q, k.first_key + strip + t * kTileRows, kTileRows);
+    if (!score_partial_strip(shape, visibility, tiles, strip, rows)) {
+      // dQ may still run over the strip's keys.
+      zero_units(q.ds + strip / Unit::kElements * kBlockQ, kStripKeys / Unit::kElements * kBlockQ);
+      continue;
     }
-    score_strip(shape, k, tiles, strip, rows);
     if (q.finite) {
       add_key_gradients(shape, q, k, strip, rows);
     } else {
@@ -301,8 +319,8 @@ FLASHATTN_NOINLINE void add_mixed_block(const BackwardShape<Unit>& shape, float 
   set_lane_keys(visibility, q, k.first_key);
   SeenPairs seen;
   if (!q.finite || !k.finite) find_seen_pairs(visibility, q, k.first_key, seen);
-  const PlainTiles<Unit, true> tiles{shape, q, k, scale_log2};
-  add_partial_block(shape, visibility, seen, q, k, tiles, ahead);
+  PlainTiles<Unit, true> tiles{shape, q, k, scale_log2};
+  add_partial_block(shape, visibility, seen, tiles, ahead);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

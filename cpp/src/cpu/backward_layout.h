@@ -44,6 +44,14 @@ struct BackwardShape {
   bool wants_dq = false;
   bool wants_dk = false;
   bool wants_dv = false;
+  bool wants_slopes = false;
+  // The weights that dV sums are not those that dS takes.
+  bool drops = false;
+
+  // Whether a gradient is asked for that takes more than lse and delta.
+  FLASHATTN_INLINE bool wants_scores() const {
+    return wants_dq || wants_dk || wants_dv || wants_slopes;
+  }
 
   static FLASHATTN_INLINE BackwardShape of(const AttentionJob& job) {
     BackwardShape shape;
@@ -60,6 +68,8 @@ struct BackwardShape {
     shape.wants_dq = job.dq.data != nullptr;
     shape.wants_dk = job.dk.data != nullptr;
     shape.wants_dv = job.dv.data != nullptr;
+    shape.wants_slopes = job.dslopes.data != nullptr;
+    shape.drops = job.dropout.threshold != 0;
     return shape;
   }
 
@@ -134,6 +144,7 @@ struct QueryBlock {
   float* out_columns = nullptr;   // [value_units, padded][kBlockQ], O^T
   float* q_rows = nullptr;        // [kBlockQ / kElements][head_row]
   float* dout_rows = nullptr;     // [kBlockQ / kElements][value_row]
+  float* lse = nullptr;           // [kBlockQ], +inf where there is no row or it is -inf
   float* lse_high = nullptr;      // [kBlockQ], lse / log(2), +inf where it is -inf: rounded,
   float* lse_low = nullptr;       // [kBlockQ]  and what the rounding lost
   float* delta = nullptr;         // [kBlockQ], rowsum(dO * O) - dlse
@@ -148,8 +159,9 @@ struct QueryBlock {
   float* staging = nullptr;           // [kBlockQ][max(head_lanes, value_lanes)]
 
   std::int64_t first_row = 0;
-  std::int64_t rows = 0;  // that exist
-  bool finite = true;     // all of Q and dO
+  std::int64_t rows = 0;   // that exist
+  bool finite = true;      // all of Q and dO
+  std::uint64_t dead = 0;  // a bit for each row without weights (lse -inf)
 
   // dS of the strip's keys by query: [kStripKeys][kBlockQ / kElements].
   FLASHATTN_INLINE const float* ds_of_strip(std::int64_t strip) const {
@@ -166,14 +178,16 @@ struct QueryBlock {
     block.out_columns = carver.floats(round_up(shape.value_units, kLanes) * kBlockQ);
     block.q_rows = carver.floats(kBlockQ / elements * shape.head_row);
     block.dout_rows = carver.floats(kBlockQ / elements * shape.value_row);
+    block.lse = carver.floats(kBlockQ);
     block.lse_high = carver.floats(kBlockQ);
     block.lse_low = carver.floats(kBlockQ);
     block.delta = carver.floats(kBlockQ);
     block.dq = carver.floats(kBlockQ * shape.head_lanes);
     block.p = carver.floats(kStripKeys * kBlockQ);
     block.ds = carver.floats(kBlockK / elements * kBlockQ);
-    // With one element per unit the forms are the same.
-    block.p_units = elements == 1 ? block.p : carver.floats(kStripKeys * kBlockQ / elements);
+    // With one element per unit the forms are the same, as long as no weight is dropped.
+    block.p_units =
+        elements == 1 && !shape.drops ? block.p : carver.floats(kStripKeys * kBlockQ / elements);
     block.ds_units = elements == 1 ? nullptr : carver.floats(kStripKeys * kBlockQ / elements);
     block.key_begin = static_cast<std::int32_t*>(carver.bytes(kBlockQ * 4));
     block.key_end = static_cast<std::int32_t*>(carver.bytes(kBlockQ * 4));

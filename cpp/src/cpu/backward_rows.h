@@ -43,22 +43,28 @@ FLASHATTN_INLINE void pack_both_ways(const Rows& rows, std::int64_t begin, std::
   }
 }
 
+// The keys that a PackedKeys holds: those of one (batch, kv head) from first_key on.
+struct PackedPlace {
+  std::int64_t batch = 0;
+  std::int64_t kv_head = 0;
+  std::int64_t first_key = 0;
+};
+
 // K and V of keys [keys.begin, keys.end), whole blocks; rows past seqlen_k become zeros.
 template <class Unit>
-static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
-                            Interval keys, void* memory) {
-  const auto shape = BackwardShape<Unit>::of(job);
-  Carver carver{.base = static_cast<char*>(memory)};
-  const auto packed = PackedKeys<Unit>::carve(shape, carver);
-  const Rows k = rows_of(job.key, job.dtype, batch, kv_head);
-  const Rows v = rows_of(job.value, job.dtype, batch, kv_head);
+static void pack_key_range(const AttentionJob& job, const BackwardShape<Unit>& shape,
+                           const PackedPlace& place, Interval keys,
+                           const PackedKeys<Unit>& packed) {
+  const Rows k = rows_of(job.key, job.dtype, place.batch, place.kv_head);
+  const Rows v = rows_of(job.value, job.dtype, place.batch, place.kv_head);
   for (std::int64_t key = keys.begin; key < keys.end; key += kBlockK) {
-    float* along = packed.keys + key * shape.head_packed;
+    const std::int64_t to = key - place.first_key;
+    float* along = packed.keys + to * shape.head_packed;
     pack_both_ways<Unit>(k, key, job.seqlen_k, job.head_dim, along, shape.head_packed,
-                         packed.key_lanes + key / Unit::kElements * shape.head_row,
-                         shape.head_lanes, shape.head_row);
-    packed.finite[key / kBlockK] = units_are_finite<Unit>(along, kBlockK * shape.head_packed);
-    float* values = packed.values + key * shape.value_packed;
+                         packed.key_lanes + to / Unit::kElements * shape.head_row, shape.head_lanes,
+                         shape.head_row);
+    packed.finite[to / kBlockK] = units_are_finite<Unit>(along, kBlockK * shape.head_packed);
+    float* values = packed.values + to * shape.value_packed;
     if constexpr (Unit::kElements == 1) {
       pack_rows_float32(v, key, key + kBlockK, job.seqlen_k, job.value_dim, values,
                         shape.value_packed);
@@ -69,16 +75,39 @@ static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::in
   }
 }
 
+template <class Unit>
+static void pack_key_blocks(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
+                            Interval keys, void* memory) {
+  const auto shape = BackwardShape<Unit>::of(job);
+  Carver carver{.base = static_cast<char*>(memory)};
+  const auto packed = PackedKeys<Unit>::carve(shape, carver);
+  pack_key_range(job, shape, {.batch = batch, .kv_head = kv_head}, keys, packed);
+}
+
 FLASHATTN_INLINE const float* scalar_of(const RowScalars& table, std::int64_t batch,
                                         std::int64_t head, std::int64_t row) {
   return table.head(batch, head) + row * table.row_stride;
 }
 
-// lse, and delta = rowsum(dO * O) - dlse. The row sum is taken in the order and the steps of
+// Whether row i of O holds nothing but zeros.
+template <class Unit>
+FLASHATTN_INLINE bool is_zero_row(const BackwardShape<Unit>& shape, const QueryBlock<Unit>& block,
+                                  std::int64_t i) {
+  std::uint32_t magnitudes = 0;
+  for (std::int64_t u = 0; u < shape.value_units; ++u) {
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, block.out_columns + u * kBlockQ + i, sizeof(bits));
+    magnitudes |= bits & (Unit::kElements == 2 ? 0x7fff7fffU : 0x7fffffffU);
+  }
+  return magnitudes == 0;
+}
+
+// lse, and delta = rowsum(dO * O) - dlse. A row whose only weight is its sink's has no dO * O,
+// whatever dO holds. The row sum is taken in the order and the steps of
 // dP = dO V^T (dot_tile): where one weight is 1 and O is that row of V, dP - delta is exactly 0.
 template <class Unit>
 static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>& shape,
-                             std::int64_t batch, std::int64_t head, const QueryBlock<Unit>& block) {
+                             std::int64_t batch, std::int64_t head, QueryBlock<Unit>& block) {
   for (std::int64_t i = 0; i < kBlockQ; i += kLanes) {
     Vec sum{};
     for (std::int64_t first = 0; first < shape.value_units; first += kDepthStep) {
@@ -93,17 +122,26 @@ static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>&
     }
     store(block.delta + i, sum);
   }
+  const float sink = job.sinks.data != nullptr ? job.sinks.at(batch, head) : kInfinity;
+  block.dead = 0;
   for (std::int64_t i = 0; i < kBlockQ; ++i) {
     // 2^(s - inf) is 0 for every finite s; with -inf a row without weights would give NaN.
+    block.lse[i] = kInfinity;
     block.lse_high[i] = kInfinity;
     block.lse_low[i] = 0.0F;
     if (i >= block.rows) continue;
     const float lse = *scalar_of(job.lse, batch, head, block.first_row + i);
+    if (lse == -kInfinity) {
+      block.dead |= std::uint64_t{1} << i;
+    } else {
+      block.lse[i] = lse;
+    }
     const double lse_log2 = static_cast<double>(lse) / static_cast<double>(kLn2);
     if (lse != -kInfinity) block.lse_high[i] = static_cast<float>(lse_log2);
     if (block.lse_high[i] != kInfinity) {
       block.lse_low[i] = static_cast<float>(lse_log2 - static_cast<double>(block.lse_high[i]));
     }
+    if (!block.finite && lse == sink && is_zero_row(shape, block, i)) block.delta[i] = 0.0F;
     if (job.dlse.data == nullptr) continue;
     block.delta[i] -= *scalar_of(job.dlse, batch, head, block.first_row + i);
   }
@@ -158,7 +196,7 @@ static void write_dq(const AttentionJob& job, const BackwardShape<Unit>& shape, 
   const Rows dq = rows_of(job.dq, job.dtype, batch, head);
   for (std::int64_t i = 0; i < block.rows; ++i) {
     float* row = block.dq + i * shape.head_lanes;
-    if (*scalar_of(job.lse, batch, head, block.first_row + i) == -kInfinity) {
+    if ((block.dead >> i & 1) != 0) {
       zero_units(row, shape.head_lanes);
     } else {
       scale_row(row, shape.head_lanes, job.scale);

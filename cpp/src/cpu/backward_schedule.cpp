@@ -6,6 +6,9 @@
 #include <iterator>
 #include <vector>
 
+#include "cpu/backward_mask_schedule.h"
+#include "cpu/head_sums.h"
+#include "cpu/mask_classes.h"
 #include "cpu/scratch.h"
 
 namespace flashattn::cpu {
@@ -39,10 +42,24 @@ Interval whole_blocks(Interval keys) {
           ceil_div(keys.end, kBackwardBlockK) * kBackwardBlockK};
 }
 
+// Whether a gradient is asked for that takes the scores; those of the sinks take lse and delta.
+bool wants_scores(const AttentionJob& job) {
+  return job.dq.data != nullptr || job.dk.data != nullptr || job.dv.data != nullptr ||
+         job.dslopes.data != nullptr;
+}
+
+// What all tasks of a call share.
+struct Call {
+  const AttentionJob& job;
+  const BackwardKernels& kernels;
+  HeadPartials partials;
+};
+
 // One (entry, kv head) at a time on each thread, everything in that thread's scratch while it is
 // warm. `entries` are batch indices.
-void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool,
-                     const std::vector<std::int64_t>& entries) {
+void run_whole_heads(const Call& call, ThreadPool& pool, const std::vector<std::int64_t>& entries) {
+  const AttentionJob& job = call.job;
+  const BackwardKernels& kernels = call.kernels;
   const std::int64_t heads = std::ssize(entries) * job.kv_heads;
   const std::int64_t threads = pool.threads();
   const auto entry_of = [&](std::int64_t index) {
@@ -59,13 +76,14 @@ void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, Th
     const QueryBlocks blocks = query_subset(job.visibility[batch], 0, 1);
     const Interval keys = keys_of_blocks(job.visibility[batch], blocks);
     std::byte* sums = memory + sizes.packed;
-    kernels.pack_keys(own, batch, kv_head, whole_blocks(keys), memory);
+    if (wants_scores(job)) kernels.pack_keys(own, batch, kv_head, whole_blocks(keys), memory);
     kernels.accumulate(own, {.batch = batch,
                              .kv_head = kv_head,
                              .blocks = blocks,
                              .packed = memory,
                              .sums = sums,
                              .scratch = memory + sizes.packed + sizes.sums,
+                             .partials = call.partials,
                              .whole_head = true,
                              .next_batch = entry_of(next),
                              .next_kv_head = next % job.kv_heads});
@@ -81,12 +99,15 @@ void run_whole_heads(const AttentionJob& job, const BackwardKernels& kernels, Th
 // head's own is skipped.
 class SplitRun {
  public:
-  SplitRun(const AttentionJob& job, const BackwardKernels& kernels, ThreadPool& pool,
-           const std::vector<std::int64_t>& entries)
-      : job_(job), kernels_(kernels), pool_(pool), entries_(entries) {
+  SplitRun(const Call& call, ThreadPool& pool, const std::vector<std::int64_t>& entries)
+      : job_(call.job),
+        kernels_(call.kernels),
+        partials_(call.partials),
+        pool_(pool),
+        entries_(entries) {
     for (const std::int64_t batch : entries) {
-      const AttentionJob own = job_of_entry(job, batch);
-      const BackwardSizes sizes = kernels.sizes(own);
+      const AttentionJob own = job_of_entry(job_, batch);
+      const BackwardSizes sizes = kernels_.sizes(own);
       const std::int64_t subsets = query_subsets(own);
       subsets_ = std::max(subsets_, subsets);
       chunks_ = std::max(chunks_, ceil_div(own.seqlen_k, kKeyChunk));
@@ -158,7 +179,7 @@ class SplitRun {
         {.first = 0, .step = 1, .end = ceil_div(head.job.seqlen_q, kBackwardBlockQ)}));
     Interval keys = chunk_keys(chunk, all.end);
     keys.begin = std::max(keys.begin, all.begin);
-    if (keys.begin >= keys.end) return;
+    if (keys.begin >= keys.end || !wants_scores(job_)) return;
     kernels_.pack_keys(head.job, head.batch, head.kv_head, keys, head.memory);
   }
 
@@ -172,6 +193,7 @@ class SplitRun {
                          .packed = head.memory,
                          .sums = head.memory + head.sizes.packed + index * head.sizes.sums,
                          .scratch = thread_scratch(scratch),
+                         .partials = partials_,
                          .next_batch = head.batch,
                          .next_kv_head = head.kv_head});
   }
@@ -190,6 +212,7 @@ class SplitRun {
 
   const AttentionJob& job_;
   const BackwardKernels& kernels_;
+  const HeadPartials partials_;
   ThreadPool& pool_;
   const std::vector<std::int64_t>& entries_;
   std::int64_t subsets_ = 1;     // the most
@@ -225,15 +248,32 @@ Interval keys_of_blocks(const Visibility& visibility, const QueryBlocks& blocks)
                                  std::min((last + 1) * kBackwardBlockQ, visibility.seqlen_q));
 }
 
-void run_backward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
-  if (job.batch == 0 || job.kv_heads == 0) return;
+namespace {
+
+void run_blocks(const Call& call, ThreadPool& pool) {
+  const AttentionJob& job = call.job;
   std::vector<std::int64_t> whole;
   std::vector<std::int64_t> split;
   for (std::int64_t b = 0; b < job.batch; ++b) {
     (query_subsets(job_of_entry(job, b)) == 1 ? whole : split).push_back(b);
   }
-  if (!whole.empty()) run_whole_heads(job, kernels.backward, pool, whole);
-  if (!split.empty()) SplitRun(job, kernels.backward, pool, split).run();
+  if (!whole.empty()) run_whole_heads(call, pool, whole);
+  if (!split.empty()) SplitRun(call, pool, split).run();
+}
+
+}  // namespace
+
+void run_backward(const AttentionJob& call, const CpuKernels& kernels, ThreadPool& pool) {
+  if (call.batch == 0 || call.kv_heads == 0) return;
+  const MaskClasses classes(call, kBackwardBlockQ, pool);
+  AttentionJob job = call;
+  job.mask_tiles = classes.tiles();
+  if (wants_scores(job) || job.dsinks.data != nullptr) {
+    HeadSums head_sums(job);
+    run_blocks({.job = job, .kernels = kernels.backward, .partials = head_sums.partials()}, pool);
+    head_sums.write();
+  }
+  if (job.dmask.data != nullptr) run_mask_gradient(job, kernels.backward, pool);
 }
 
 }  // namespace flashattn::cpu

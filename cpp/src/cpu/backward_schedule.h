@@ -25,7 +25,7 @@ QueryBlocks query_subset(const Visibility& visibility, std::int64_t index, std::
 // The keys that the rows of `blocks` see.
 Interval keys_of_blocks(const Visibility& visibility, const QueryBlocks& blocks);
 
-// Writes job.dq, job.dk and job.dv. Bitwise the same for any pool.
-void run_backward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool);
+// Writes every gradient of the job that has memory. Bitwise the same for any pool.
+void run_backward(const AttentionJob& call, const CpuKernels& kernels, ThreadPool& pool);
 
 }  // namespace flashattn::cpu

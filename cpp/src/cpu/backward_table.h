@@ -32,6 +32,14 @@ struct QueryBlocks {
   std::int64_t end = 0;
 };
 
+// What each query block adds to the gradients of ALiBi slopes and sinks,
+// [batch][query_heads][blocks]; null where not asked for.
+struct HeadPartials {
+  double* slopes = nullptr;
+  double* sinks = nullptr;
+  std::int64_t blocks = 0;  // at least those of any entry
+};
+
 struct BackwardTask {
   std::int64_t batch = 0;
   std::int64_t kv_head = 0;
@@ -39,6 +47,7 @@ struct BackwardTask {
   const void* packed = nullptr;  // filled by pack_keys, at least over what the blocks see
   void* sums = nullptr;
   void* scratch = nullptr;  // all three 64-byte aligned
+  HeadPartials partials;
   // Whether the blocks are all that there are: dk and dv will be written right after this task.
   bool whole_head = false;
   // The (batch, kv head) whose task likely follows on this core, to fetch its rows ahead.
@@ -55,6 +64,18 @@ struct BackwardSums {
   std::int64_t count = 0;
 };
 
+// Blocks of rows and of keys, at most, that one region of dmask has along an axis of its own.
+inline constexpr std::int64_t kMaskRegionBlocks = 4;
+
+// A region of dmask and all the scores that belong to it: along an axis of size 1 of dmask every
+// batch entry, head, row or key of the call, else one batch entry, one head, whole blocks.
+struct MaskRegion {
+  Interval batches;
+  Interval heads;
+  Interval rows;
+  Interval keys;
+};
+
 struct BackwardKernels {
   BackwardSizes (*sizes)(const AttentionJob& job);
   // Copies keys and values of `keys` (whole blocks) into the form that the products read.
@@ -65,6 +86,9 @@ struct BackwardKernels {
   // Adds the sums in ascending order and writes dk and dv of `keys`, which begin with a whole
   // block.
   void (*write_key_gradients)(const AttentionJob& job, const BackwardSums& sums, Interval keys);
+  // Writes dmask of a region. scratch: mask_scratch(job, region) bytes, 64-byte aligned.
+  void (*write_mask_gradient)(const AttentionJob& job, const MaskRegion& region, void* scratch);
+  std::int64_t (*mask_scratch)(const AttentionJob& job, const MaskRegion& region);
 };
 
 }  // namespace flashattn::cpu

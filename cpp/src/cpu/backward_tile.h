@@ -88,6 +88,25 @@ FLASHATTN_INLINE void weight_tile(const BackwardShape<Unit>& shape, const float*
   if constexpr (Unit::kElements == 2) store_by_query<Unit>(block.p_units, at, acc);
 }
 
+// dS into every form in which it is read.
+template <class Unit, int vecs>
+FLASHATTN_INLINE void store_score_gradients(const QueryBlock<Unit>& block, TilePlace at,
+                                            const Vec (&ds)[kTileRows][vecs]) {
+  if constexpr (Unit::kElements == 1) {
+    store_tile(block.ds + at.key * kBlockQ + at.lane, kBlockQ, ds);
+  } else {
+    store_by_query<Unit>(block.ds_units, at, ds);
+#if defined(FLASHATTN_HAS_BF16_DOT)
+    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; m += 2) {
+      FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
+        store(block.ds + (at.key + m) / 2 * kBlockQ + at.lane + n * kLanes,
+              interleave_bf16(ds[m][n], ds[m + 1][n]));
+      }
+    }
+#endif
+  }
+}
+
 // dP^T = V dO^T and dS = P (dP - delta), likewise.
 template <class Unit, bool masked, int vecs>
 FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, const float* values,
@@ -103,19 +122,7 @@ FLASHATTN_INLINE void score_gradient_tile(const BackwardShape<Unit>& shape, cons
       acc[m][n] = masked ? select(visible(block, at, m, n), ds, Vec{}) : ds;
     }
   }
-  if constexpr (Unit::kElements == 1) {
-    store_tile(block.ds + at.key * kBlockQ + at.lane, kBlockQ, acc);
-  } else {
-    store_by_query<Unit>(block.ds_units, at, acc);
-#if defined(FLASHATTN_HAS_BF16_DOT)
-    FLASHATTN_UNROLL for (int m = 0; m < kTileRows; m += 2) {
-      FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
-        store(block.ds + (at.key + m) / 2 * kBlockQ + at.lane + n * kLanes,
-              interleave_bf16(acc[m][n], acc[m + 1][n]));
-      }
-    }
-#endif
-  }
+  store_score_gradients<Unit>(block, at, acc);
 }
 
 // body(Vecs<n>{}, place) for the register tiles that make up vectors [first, last) of the tile at

@@ -2,6 +2,7 @@
 #include "cpu/cpu_backend.h"
 
 #include <array>
+#include <cstdint>
 #include <limits>
 
 #include "core/make_dropout.h"
@@ -49,6 +50,36 @@ HeadScalars head_scalars(const TensorView& view) {
   return {.data = static_cast<const float*>(view.data),
           .batch_stride = heads == 0 ? 0 : stride_of(view, 0),
           .head_stride = stride_of(view, heads)};
+}
+
+HeadGradients head_gradients(const TensorView& view) {
+  const HeadScalars places = head_scalars(view);
+  return {.data = static_cast<float*>(view.data),
+          .per_batch = view.rank == 2,
+          .batch_stride = places.batch_stride,
+          .head_stride = places.head_stride};
+}
+
+// A view of up to four axes that broadcasts to (batch, query heads, seqlen_q, seqlen_k).
+MaskGradient mask_gradient(const TensorView& view) {
+  if (!view) return {};
+  std::array<std::int64_t, 4> size{1, 1, 1, 1};
+  std::array<std::int64_t, 4> stride{};
+  const std::size_t first = 4 - static_cast<std::size_t>(view.rank);
+  for (std::size_t axis = first; axis < 4; ++axis) {
+    size[axis] = view.shape[axis - first];
+    stride[axis] = stride_of(view, axis - first);
+  }
+  return {.data = view.data,
+          .dtype = view.dtype,
+          .batches = size[0],
+          .heads = size[1],
+          .rows = size[2],
+          .keys = size[3],
+          .batch_stride = stride[0],
+          .head_stride = stride[1],
+          .row_stride = stride[2],
+          .key_stride = stride[3]};
 }
 
 // What the host works out about the entries of a call; outlives the job that points at it.
@@ -137,24 +168,28 @@ void for_each_element(const TensorView& view, const Item& item) {
   }
 }
 
+template <class Item>
+void fill_items(const TensorView& view, Item value) {
+  auto* const items = static_cast<Item*>(view.data);
+  for_each_element(view, [&](std::int64_t at) { items[at] = value; });
+}
+
 // Zero has the same bits in every dtype.
 void fill_zero(const TensorView& view) {
   if (!view) return;
-  if (item_size(view.dtype) == 4) {
-    auto* items = static_cast<std::uint32_t*>(view.data);
-    for_each_element(view, [&](std::int64_t at) { items[at] = 0; });
-  } else {
-    auto* items = static_cast<std::uint16_t*>(view.data);
-    for_each_element(view, [&](std::int64_t at) { items[at] = 0; });
+  switch (item_size(view.dtype)) {
+    case 8:
+      return fill_items(view, std::uint64_t{0});
+    case 4:
+      return fill_items(view, std::uint32_t{0});
+    default:
+      return fill_items(view, std::uint16_t{0});
   }
 }
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-void fill_minus_infinity(const TensorView& view) {
-  auto* items = static_cast<float*>(view.data);
-  for_each_element(view, [&](std::int64_t at) { items[at] = kMinusInfinity; });
-}
+void fill_minus_infinity(const TensorView& view) { fill_items(view, kMinusInfinity); }
 
 // The lse of a call in which no row sees a key: the head's sink, or -inf. (batch, heads, rows).
 void fill_lse_without_keys(const TensorView& lse, const TensorView& sinks) {
@@ -177,11 +212,6 @@ std::uint64_t bytes_of(const TensorView& view) {
   return bytes;
 }
 
-Support missing(const char* option) {
-  return {.ok = false,
-          .reason = std::string(option) + " is not implemented yet by the cpu backend"};
-}
-
 }  // namespace
 
 std::string CpuBackend::device() const {
@@ -198,9 +228,25 @@ Support CpuBackend::available() const {
 }
 
 std::vector<std::string> CpuBackend::features() const {
-  return {"forward",  "backward",   "float32",          "float16",          "bfloat16",
-          "gqa",      "value_dim",  "causal",           "window",           "q_offset",
-          "k_offset", "kv_lengths", "attention_varlen", "attention_kvcache"};
+  return {"forward",
+          "backward",
+          "float32",
+          "float16",
+          "bfloat16",
+          "gqa",
+          "value_dim",
+          "causal",
+          "window",
+          "q_offset",
+          "k_offset",
+          "kv_lengths",
+          "mask",
+          "softcap",
+          "alibi_slopes",
+          "sinks",
+          "dropout_p",
+          "attention_varlen",
+          "attention_kvcache"};
 }
 
 Support CpuBackend::supports(const AttentionProblem& problem) const {
@@ -212,11 +258,6 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
     return {.ok = false,
             .reason = "seqlen_k is too large for the cpu backend (2^31 - 129 at most)"};
   }
-  if (problem.mask != MaskKind::kNone) return missing("mask");
-  if (problem.softcap != 0.0F) return missing("softcap");
-  if (problem.alibi) return missing("alibi_slopes");
-  if (problem.sinks) return missing("sinks");
-  if (problem.dropout.probability > 0.0) return missing("dropout_p");
   return {.ok = true, .reason = ""};
 }
 
@@ -245,10 +286,17 @@ void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& 
 void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
   const AttentionInputs& in = tensors.inputs;
   count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse, tensors.dout, tensors.dlse,
-               tensors.dq, tensors.dk, tensors.dv});
-  if (problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0) {
-    for (const TensorView& gradient : {tensors.dq, tensors.dk, tensors.dv}) fill_zero(gradient);
-    return;
+               tensors.dq, tensors.dk, tensors.dv, in.mask, in.alibi_slopes, in.sinks,
+               tensors.dmask, tensors.dalibi_slopes, tensors.dsinks});
+  const bool no_rows = problem.batch == 0 || problem.seqlen_q == 0;
+  const bool no_scores = no_rows || problem.seqlen_k == 0;
+  if (no_scores) {
+    for (const TensorView& gradient : {tensors.dq, tensors.dk, tensors.dv, tensors.dmask,
+                                       tensors.dalibi_slopes, tensors.dsinks}) {
+      fill_zero(gradient);
+    }
+    // A row without keys still has the weight of its sink, and with it a gradient of lse.
+    if (no_rows || !tensors.dsinks) return;
   }
   if (problem.packed) {
     fill_zero(rows_past(tensors.dq, 1, in.cu_seqlens_q));
@@ -265,6 +313,14 @@ void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors
   job.dq = query_rows(tensors.dq, tables);
   job.dk = key_rows(tensors.dk, tables);
   job.dv = key_rows(tensors.dv, tables);
+  job.dslopes = head_gradients(tensors.dalibi_slopes);
+  job.dsinks = head_gradients(tensors.dsinks);
+  job.dmask = mask_gradient(tensors.dmask);
+  if (no_scores) {
+    job.dq = job.dk = job.dv = {};
+    job.dslopes = {};
+    job.dmask = {};
+  }
   run_backward(job, active_kernels(), ThreadPool::global());
 }
 

@@ -83,6 +83,29 @@ struct HeadScalars {
   }
 };
 
+// The gradient of such scalars: one per head, summed over the batch where it has no axis for it.
+struct HeadGradients {
+  float* data = nullptr;  // null: not asked for
+  bool per_batch = false;
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+// The gradient of an additive mask. An axis of size 1 is a sum over the call's own. Strides in
+// elements.
+struct MaskGradient {
+  void* data = nullptr;           // null: not asked for
+  DType dtype = DType::kFloat32;  // or float64
+  std::int64_t batches = 1;
+  std::int64_t heads = 1;
+  std::int64_t rows = 1;
+  std::int64_t keys = 1;
+  std::int64_t batch_stride = 0;
+  std::int64_t head_stride = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t key_stride = 0;
+};
+
 // Everything a forward, backward or decode kernel needs to know about the call, or of a ragged call
 // about one entry: then seqlen_q and seqlen_k are that entry's, and `batch` still numbers all.
 struct AttentionJob {
@@ -114,6 +137,8 @@ struct AttentionJob {
   // Backward only.
   RowTensor dout, dq, dk, dv;
   RowScalars dlse;  // data may be null
+  HeadGradients dslopes, dsinks;
+  MaskGradient dmask;
 };
 
 FLASHATTN_INLINE bool has_modifiers(const AttentionJob& job) {

@@ -105,16 +105,21 @@ FLASHATTN_INLINE void cap_scores(const LaneModifiers<lanes>& m, Vec (&s)[kTileRo
   }
 }
 
+// How far key i of the tile stands from the rows of its vector n of lanes.
+template <int lanes>
+FLASHATTN_INLINE Vec distance(const LaneModifiers<lanes>& m, const ModifiedTile& tile, int i,
+                              int n) {
+  const Vec apart =
+      load(m.distance + tile.lane + n * kLanes) - broadcast(static_cast<float>(tile.key + i));
+  return magnitude(apart);
+}
+
 template <int lanes, int vecs>
 FLASHATTN_INLINE void subtract_distances(const LaneModifiers<lanes>& m, const ModifiedTile& tile,
                                          Vec (&s)[kTileRows][vecs]) {
   FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
     const Vec slope = load(m.slope + tile.lane + n * kLanes);
-    const Vec distance = load(m.distance + tile.lane + n * kLanes);
-    FLASHATTN_UNROLL for (int i = 0; i < kTileRows; ++i) {
-      const Vec apart = distance - broadcast(static_cast<float>(tile.key + i));
-      s[i][n] -= slope * magnitude(apart);
-    }
+    FLASHATTN_UNROLL for (int i = 0; i < kTileRows; ++i) s[i][n] -= slope * distance(m, tile, i, n);
   }
 }
 
