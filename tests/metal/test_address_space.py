@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from shader_cases import KERNELS, STORAGE, Case
+from shader_cases import KERNELS, OPTION_KERNELS, STORAGE, Case
 from simulator import METAL, SHADERS
 
 sys.path += [str(METAL / "address_space"), str(METAL / "translate")]
@@ -24,7 +24,7 @@ def shader(kernel: str, dtype: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE))
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, *OPTION_KERNELS])
 def test_shaders_are_clean(kernel: str, dtype: str) -> None:
     assert messages(shader(kernel, dtype)) == []
 

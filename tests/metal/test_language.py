@@ -12,7 +12,7 @@ import pytest
 from build_kernel import COMPILE, RUNTIME, target_flags, translate
 from kernels import Program
 from rewrite import Rewriter
-from shader_cases import KERNELS, Case
+from shader_cases import KERNELS, OPTION_KERNELS, Case
 from simulator import SHADERS, Simulator, SimulatorError
 from tokens import tokenize
 
@@ -37,7 +37,7 @@ def extension_warnings(source: str, name: str, clang: list[str]) -> list[str]:
     return [line for line in found if "constexpr if" not in line]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, *OPTION_KERNELS])
 def test_shaders_are_cpp14(kernel: str, clang: list[str]) -> None:
     text = (SHADERS / f"{kernel}.metal").read_text()
     source = f'{text}\n#line 1 "instantiations"\n{Case().instantiation(kernel)}\n'

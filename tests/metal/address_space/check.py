@@ -154,9 +154,14 @@ def prepare(tokens: list[Token]) -> str:
 
 
 def function_constant(tokens: list[Token], position: int) -> str | None:
-    end = next(i for i in range(position, len(tokens)) if tokens[i].text in (";", "{", "("))
+    """At `constant`: the declaration of a function constant, or None for anything else, an argument
+    that depends on one included.
+    """
+    end = position
+    while tokens[end].text not in (";", "{", "(", ")", ","):
+        end = matching(tokens, end) + 1 if tokens[end].text == "[[" else end + 1
     if tokens[end].text != ";":
-        end = next(i for i in range(position, len(tokens)) if tokens[i].text == ";")
+        return None
     declaration, inside = strip_attributes(significant(tokens[position:end]))
     if attribute(inside, "function_constant") is None:
         return None
