@@ -122,8 +122,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   threadgroup float scores[block_q * score_stride];
   threadgroup float dp[block_q * score_stride];
 
-  const MaskTile own =
-      mask_tile<block_q, block_k>(modifiers, params.first_threadgroup + threadgroup_index);
+  const uint task = params.first_threadgroup + threadgroup_index;
+  const MaskTile own = mask_tile<block_q, block_k>(modifiers, task);
   TileCounter tile = tile_counter<block_q, block_k>(params, modifiers);
   const float scale = pair_scale(params.scale, params.scale_log2e);
   const LaneRow at = lane_row(lane);

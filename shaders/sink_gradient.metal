@@ -14,7 +14,8 @@ template <uint heads>
                               uint threadgroup_index [[threadgroup_position_in_grid]],
                               uint lane [[thread_index_in_simdgroup]],
                               uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const uint h = (params.first_threadgroup + threadgroup_index) * heads + simdgroup;
+  const uint task = params.first_threadgroup + threadgroup_index;
+  const uint h = task * heads + simdgroup;
   if (h >= params.query_heads) return;
   const float sink = sinks[FLASHATTN_INT64(h) * modifiers.sinks_head];
   float sum = 0.0f;

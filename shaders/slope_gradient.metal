@@ -12,7 +12,8 @@ template <uint heads>
                                uint threadgroup_index [[threadgroup_position_in_grid]],
                                uint lane [[thread_index_in_simdgroup]],
                                uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const uint slope = (params.first_threadgroup + threadgroup_index) * heads + simdgroup;
+  const uint task = params.first_threadgroup + threadgroup_index;
+  const uint slope = task * heads + simdgroup;
   const uint h = slope % params.query_heads;
   const uint first = slope / params.query_heads;
   const uint last = modifiers.slopes_per_batch != 0 ? first + 1 : params.batch;

@@ -49,12 +49,16 @@ BOOST_FIXTURE_TEST_SUITE(metal_pipelines, Gpu)
 // The host's arithmetic about a kernel is the kernel's own: every kernel, narrow, uneven and wide.
 BOOST_AUTO_TEST_CASE(threadgroup_memory_is_what_the_kernels_declare) {
   PipelineCache cache(device.get(), {});
-  for (const KernelKind kind : {KernelKind::kForward, KernelKind::kDelta, KernelKind::kBackwardDq,
-                                KernelKind::kBackwardDv, KernelKind::kBackwardDk}) {
+  for (const KernelKind kind :
+       {KernelKind::kForward, KernelKind::kDelta, KernelKind::kBackwardDq, KernelKind::kBackwardDv,
+        KernelKind::kBackwardDk, KernelKind::kMaskGradient, KernelKind::kSlopeGradient,
+        KernelKind::kSinkGradient}) {
+    const bool by_row = kind == KernelKind::kDelta || kind == KernelKind::kSlopeGradient ||
+                        kind == KernelKind::kSinkGradient;
     for (const auto& [head_tile, value_tile] : {std::pair{16, 16}, {32, 80}, {160, 48}}) {
       const bool wide = head_tile > 128;
       KernelKey key{.kind = kind, .block_rows = 8};
-      if (kind != KernelKind::kDelta) {
+      if (!by_row) {
         key = {.kind = kind,
                .head_tile = head_tile,
                .value_tile = value_tile,
