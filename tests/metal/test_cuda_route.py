@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shader_cases import KERNELS
+from shader_cases import KERNELS, SUM_KERNELS
 from simulator import METAL
 
 ATTRIBUTE = re.compile(r"\[\[")
@@ -22,7 +22,9 @@ def test_all_units_are_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     units = {path.stem: path.read_text() for path in tmp_path.glob("*.cu")}
     faults = (tmp_path / "faults.txt").read_text().split()
-    assert {f"base_{kernel}" for kernel in KERNELS} < set(units)
+    assert {f"base_{kernel}" for kernel in (*KERNELS, *SUM_KERNELS)} < set(units)
+    with_options = [kernel for kernel in KERNELS if kernel != "delta"] + ["mask_gradient"]
+    assert {f"options_{kernel}" for kernel in with_options} < set(units)
     assert set(faults) < set(units)
     assert len([name for name in faults if name.startswith("nobar_")]) >= 30
     for name, text in units.items():

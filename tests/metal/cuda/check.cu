@@ -6,183 +6,20 @@
 //
 // Inputs that a kernel takes from an earlier one (lse, delta) come from the reference, so that a
 // wrong kernel shows under its own name. Outputs are filled with NaN first.
-#include <cuda_runtime.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
-#include <memory>
 
-#include "problem.h"
-#include "registry.h"
-#include "shaders/abi.h"
+#include "binding.cuh"
 
 namespace {
 
 namespace abi = flashattn::metal::abi;
-
-#define CHECK_CUDA(call)                                                    \
-  do {                                                                      \
-    const cudaError_t status = (call);                                      \
-    if (status != cudaSuccess) {                                            \
-      std::fprintf(stderr, "CUDA error at %s:%d: %s\n", __FILE__, __LINE__, \
-                   cudaGetErrorString(status));                             \
-      std::exit(2);                                                         \
-    }                                                                       \
-  } while (0)
-
-enum class Kind { kForward, kDelta, kBackwardDq, kBackwardDv, kBackwardDk };
-
-struct Entry {
-  const char* kernel;  // host name
-  const char* unit;
-  Kind kind;
-  Storage storage;
-  int head_tile, value_tile;
-  int block_rows, threads;
-  int constants;  // bit n: function constant n is on
-  bool fault;
-
-  bool accumulates() const {
-    return (constants >> abi::kConstantAccumulate & 1) != 0 && kind != Kind::kDelta;
-  }
-  bool subtracts() const {
-    return (constants >> abi::kConstantHasDlse & 1) != 0 && kind == Kind::kDelta;
-  }
-};
+using namespace check;
 
 constexpr Entry kEntries[] = {
 #include "plan.inc"
-};
-
-// Device memory with nothing around it: an access past the end is an access past an allocation.
-class Buffer {
- public:
-  explicit Buffer(const std::vector<std::uint8_t>& bytes) : bytes_(bytes.size()) {
-    CHECK_CUDA(cudaMalloc(&pointer_, bytes_));
-    CHECK_CUDA(cudaMemcpy(pointer_, bytes.data(), bytes_, cudaMemcpyHostToDevice));
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { cudaFree(pointer_); }
-  void* pointer() { return pointer_; }
-  std::vector<std::uint8_t> read() const {
-    std::vector<std::uint8_t> bytes(bytes_);
-    CHECK_CUDA(cudaMemcpy(bytes.data(), pointer_, bytes_, cudaMemcpyDeviceToHost));
-    return bytes;
-  }
-
- private:
-  std::size_t bytes_;
-  void* pointer_ = nullptr;
-};
-
-abi::TensorStrides strides(int rows, int heads, int dim) {
-  const std::int64_t d = dim;
-  return {d * heads * rows, d * heads, d, 1};
-}
-
-abi::AttentionParams make_params(const Problem& p) {
-  abi::AttentionParams params{};
-  params.query = params.dq = strides(p.seqlen_q, p.query_heads, p.head_dim);
-  params.key = params.dk = strides(p.seqlen_k, p.kv_heads, p.head_dim);
-  params.value = params.dv = strides(p.seqlen_k, p.kv_heads, p.value_dim);
-  params.out = params.dout = strides(p.seqlen_q, p.query_heads, p.value_dim);
-  params.lse = params.dlse = {std::int64_t{p.query_heads} * p.seqlen_q, p.seqlen_q, 1};
-  params.query_heads = static_cast<unsigned>(p.query_heads);
-  params.kv_heads = static_cast<unsigned>(p.kv_heads);
-  params.heads_per_kv = static_cast<unsigned>(p.group());
-  params.batch = static_cast<unsigned>(p.batch);
-  params.seqlen_q = static_cast<unsigned>(p.seqlen_q);
-  params.seqlen_k = static_cast<unsigned>(p.seqlen_k);
-  params.head_dim = static_cast<unsigned>(p.head_dim);
-  params.value_dim = static_cast<unsigned>(p.value_dim);
-  params.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
-  params.scale_log2e = params.scale * 1.44269504f;
-  return params;
-}
-
-std::vector<std::uint8_t> row_intervals(const Problem& p) {
-  constexpr int kFar = 1 << 30;
-  const int end = p.causal ? 1 + p.seqlen_k - p.seqlen_q : kFar;
-  const std::vector<abi::RowInterval> table(p.batch, abi::RowInterval{-kFar, end, p.seqlen_k, 0});
-  std::vector<std::uint8_t> bytes(table.size() * sizeof table[0]);
-  std::memcpy(bytes.data(), table.data(), bytes.size());
-  return bytes;
-}
-
-std::vector<float> narrow(const std::vector<double>& values) {
-  return {values.begin(), values.end()};
-}
-
-// What is in dq, dk and dv before a kernel that adds to them, and in dlse. Exact in every storage
-// type.
-constexpr float kBefore = 0.5f;
-constexpr float kDlse = 0.25f;
-
-// All buffers of one kernel run, by slot.
-class Binding {
- public:
-  Binding(const Entry& entry, const Problem& p, const Reference& r)
-      : storage_(entry.storage), params_(make_params(p)) {
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    const auto nans = [&](std::size_t count) { return std::vector<float>(count, nan); };
-    const auto before = [&](std::size_t count) {
-      return std::vector<float>(count, entry.accumulates() ? kBefore : nan);
-    };
-    const bool backward = entry.kind != Kind::kForward && entry.kind != Kind::kDelta;
-    set(abi::kBufferQuery, r.query, storage_);
-    set(abi::kBufferKey, r.key, storage_);
-    set(abi::kBufferValue, r.value, storage_);
-    set(abi::kBufferDout, r.dout, storage_);
-    set(abi::kBufferOut, entry.kind == Kind::kDelta ? narrow(r.out.value) : nans(r.dout.size()),
-        storage_);
-    set(abi::kBufferLse, backward ? narrow(r.lse.value) : nans(r.lse.value.size()),
-        Storage::kFloat32);
-    set(abi::kBufferDelta, backward ? narrow(r.delta.value) : nans(r.lse.value.size()),
-        Storage::kFloat32);
-    set(abi::kBufferDlse, std::vector<float>(r.lse.value.size(), kDlse), Storage::kFloat32);
-    set(abi::kBufferDq, before(r.query.size()), storage_);
-    set(abi::kBufferDk, before(r.key.size()), storage_);
-    set(abi::kBufferDv, before(r.value.size()), storage_);
-    buffers_[abi::kBufferRowIntervals] = std::make_unique<Buffer>(row_intervals(p));
-  }
-
-  void launch(const metal_cuda::KernelEntry& kernel, unsigned groups, unsigned threads) {
-    std::vector<void*> pointers(kernel.arguments.size());
-    std::vector<void*> arguments;
-    for (std::size_t i = 0; i < kernel.arguments.size(); ++i) {
-      const metal_cuda::ArgumentSlot& argument = kernel.arguments[i];
-      if (argument.bytes > 0) {
-        if (argument.slot != abi::kBufferParams || argument.bytes != sizeof params_) {
-          std::fprintf(stderr, "slot %u: not the parameters of shaders/abi.h\n", argument.slot);
-          std::exit(2);
-        }
-        arguments.push_back(&params_);
-      } else {
-        pointers[i] = buffers_.at(argument.slot)->pointer();
-        arguments.push_back(&pointers[i]);
-      }
-    }
-    CHECK_CUDA(cudaLaunchKernel(kernel.function, dim3(groups), dim3(threads), arguments.data(), 0,
-                                nullptr));
-    CHECK_CUDA(cudaDeviceSynchronize());
-  }
-
-  std::vector<float> result(unsigned slot, Storage storage) const {
-    return from_storage(buffers_.at(slot)->read(), storage);
-  }
-
- private:
-  void set(unsigned slot, const std::vector<float>& values, Storage storage) {
-    buffers_[slot] = std::make_unique<Buffer>(to_storage(values, storage));
-  }
-
-  Storage storage_;
-  abi::AttentionParams params_;
-  std::map<unsigned, std::unique_ptr<Buffer>> buffers_;
 };
 
 // Roundings of float32 that the sum of absolute terms may be off by: products, sums and one
@@ -226,11 +63,19 @@ std::vector<Output> outputs(const Entry& e, const Reference& r) {
     case Kind::kDelta:
       return {{"delta", abi::kBufferDelta, &r.delta, Storage::kFloat32}};
     case Kind::kBackwardDq:
-      return {{"dq", abi::kBufferDq, &r.dq, e.storage}};
+      if (!e.has(abi::kConstantSlopeGradient)) return {{"dq", abi::kBufferDq, &r.dq, e.storage}};
+      return {{"dq", abi::kBufferDq, &r.dq, e.storage},
+              {"slopes", abi::kBufferSlopeRows, &r.slope_rows, Storage::kFloat32}};
     case Kind::kBackwardDv:
       return {{"dv", abi::kBufferDv, &r.dv, e.storage}};
     case Kind::kBackwardDk:
       return {{"dk", abi::kBufferDk, &r.dk, e.storage}};
+    case Kind::kMaskGradient:
+      return {{"dmask", abi::kBufferDmask, &r.dmask, Storage::kFloat32}};
+    case Kind::kSlopeGradient:
+      return {{"slopes", abi::kBufferDalibiSlopes, &r.slopes, Storage::kFloat32}};
+    case Kind::kSinkGradient:
+      return {{"sinks", abi::kBufferDsinks, &r.sinks, Storage::kFloat32}};
   }
   return {};
 }
@@ -241,7 +86,17 @@ const Reference& cached_reference(const Problem& p, Storage storage) {
   const std::string key = p.name() + "|" + std::to_string(static_cast<int>(storage));
   const auto found = cache.find(key);
   return found != cache.end() ? found->second
-                              : cache.emplace(key, make_reference(p, storage)).first->second;
+                              : cache.emplace(key, make_reference(p, storage, kSink)).first->second;
+}
+
+unsigned threadgroups(const Entry& entry, const Problem& p) {
+  const auto blocks = [](int length, int block) { return (length + block - 1) / block; };
+  if (entry.sums()) return static_cast<unsigned>(blocks(p.query_heads, entry.block_rows));
+  const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
+  int groups = blocks(key_side ? p.seqlen_k : p.seqlen_q, entry.block_rows) *
+               (key_side ? p.kv_heads : p.query_heads) * p.batch;
+  if (entry.kind == Kind::kMaskGradient) groups *= blocks(p.seqlen_k, entry.block_columns);
+  return static_cast<unsigned>(groups);
 }
 
 bool run(const Entry& entry, const Problem& p) {
@@ -265,12 +120,7 @@ bool run(const Entry& entry, const Problem& p) {
   if (entry.subtracts())
     for (double& x : reference.delta.value) x -= kDlse;
   Binding binding(entry, p, reference);
-  const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
-  const int rows = key_side ? p.seqlen_k : p.seqlen_q;
-  const int heads = key_side ? p.kv_heads : p.query_heads;
-  const int groups = (rows + entry.block_rows - 1) / entry.block_rows * heads * p.batch;
-  binding.launch(found->second, static_cast<unsigned>(groups),
-                 static_cast<unsigned>(entry.threads));
+  binding.launch(found->second, threadgroups(entry, p), static_cast<unsigned>(entry.threads));
   bool good = true;
   for (const Output& output : outputs(entry, reference)) {
     const Outcome o =
@@ -313,6 +163,9 @@ int main(int count, char** arguments) {
     }
     if (fault.empty() ? entry.fault : fault != entry.unit) continue;
     for (const Problem& p : problems(entry, fault.empty() ? mode : "small")) {
+      if (entry.takes_options() && !p.has_options()) continue;
+      // A row without a key has no log-sum-exp that a sink could be part of.
+      if (entry.kind == Kind::kSinkGradient && p.causal && p.shift() < 0) continue;
       ++runs;
       failures += run(entry, p) ? 0 : 1;
     }

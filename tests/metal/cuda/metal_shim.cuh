@@ -91,16 +91,43 @@ METAL_CUDA_DEVICE unsigned holder_of(unsigned place) {  // lane * 2 + element
 
 namespace metal {
 
+// Vectors with the members that shaders name.
 template <class T, int N>
-struct vec {
+struct vec_members {
   T element[N];
+};
+template <class T>
+struct vec_members<T, 2> {
+  union {
+    T element[2];
+    struct {
+      T x, y;
+    };
+  };
+};
+template <class T>
+struct vec_members<T, 4> {
+  union {
+    T element[4];
+    struct {
+      T x, y, z, w;
+    };
+  };
+};
+template <class T, int N>
+struct vec : vec_members<T, N> {
+  using vec_members<T, N>::element;
   vec() = default;
   METAL_CUDA_DEVICE explicit vec(T x) {
 #pragma unroll
     for (int i = 0; i < N; ++i) element[i] = x;
   }
   template <class... Rest>
-  METAL_CUDA_DEVICE vec(T first, T second, Rest... rest) : element{first, second, T(rest)...} {}
+  METAL_CUDA_DEVICE vec(T first, T second, Rest... rest) {
+    const T values[N] = {first, second, T(rest)...};
+#pragma unroll
+    for (int i = 0; i < N; ++i) element[i] = values[i];
+  }
   METAL_CUDA_DEVICE T& operator[](int i) { return element[i]; }
   METAL_CUDA_DEVICE const T& operator[](int i) const { return element[i]; }
 };

@@ -102,14 +102,17 @@ def call_argument(parameter: Parameter) -> str:
     return parameter.name if parameter.is_reference else f"metal_cuda::Pointer{{{parameter.name}}}"
 
 
-def wrapper(number: int, instance: Instance, kernel: Kernel, reference_type: str) -> str:
+# Parameters that travel by value, by the slot they are bound to.
+REFERENCES = {"kBufferParams": "AttentionParams", "kBufferModifiers": "ModifierParams"}
+
+
+def wrapper(number: int, instance: Instance, kernel: Kernel) -> str:
     arguments = [p for p in kernel.parameters if p.kind in ("buffer", "constant")]
-    signature = [
-        f"{reference_type} {p.name}" if p.is_reference else f"void* {p.name}" for p in arguments
-    ]
+    types = [REFERENCES[p.index] if p.is_reference else "" for p in arguments]
+    signature = [f"{t or 'void*'} {p.name}" for p, t in zip(arguments, types, strict=True)]
     slots = [
-        f"{{unsigned({p.index}), {f'sizeof({reference_type})' if p.is_reference else '0'}}}"
-        for p in arguments
+        f"{{unsigned({p.index}), {f'sizeof({t})' if t else '0'}}}"
+        for p, t in zip(arguments, types, strict=True)
     ]
     call = ", ".join(call_argument(parameter) for parameter in kernel.parameters)
     return (
@@ -137,5 +140,5 @@ def translate(
     text += '#line 1 "wrappers"\n'
     for number, instance in enumerate(rewriter.program.instances):
         kernel = rewriter.program.kernels[instance.function]
-        text += wrapper(number, instance, kernel, "AttentionParams")
+        text += wrapper(number, instance, kernel)
     return f"{text}}}\n"

@@ -22,13 +22,32 @@ ROOT = HERE.parent.parent.parent
 SHADERS = ROOT / "shaders"
 
 BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);")
-BLOCK_ROWS, BLOCK_COLUMNS, DELTA_ROWS = 32, 16, 4
+BLOCK_ROWS, BLOCK_COLUMNS, DELTA_ROWS, SUM_HEADS = 32, 16, 4, 4
 KINDS = {
     "forward": "kForward",
     "delta": "kDelta",
     "backward_dq": "kBackwardDq",
     "backward_dv": "kBackwardDv",
     "backward_dk": "kBackwardDk",
+    "mask_gradient": "kMaskGradient",
+    "slope_gradient": "kSlopeGradient",
+    "sink_gradient": "kSinkGradient",
+}
+BY_ROW = {"delta": DELTA_ROWS, "slope_gradient": SUM_HEADS, "sink_gradient": SUM_HEADS}
+SUMS = ("slope_gradient", "sink_gradient")
+# Function constants of shaders/abi.h. Every option but softcap can be on and change no result: a
+# mask of zeros, slopes of 0, sinks of -inf, dropout that keeps everything.
+IDS = {
+    name: int(number)
+    for name, number in re.findall(r"kConstant(\w+) = (\d+)", (SHADERS / "abi.h").read_text())
+}
+NEUTRAL = sum(1 << IDS[n] for n in ("HasModifiers", "HasAlibi", "HasMask", "HasDropout"))
+OPTIONS = {
+    "forward": NEUTRAL | 1 << IDS["HasSinks"],
+    "backward_dq": NEUTRAL | 1 << IDS["SlopeGradient"],
+    "backward_dv": NEUTRAL,
+    "backward_dk": NEUTRAL,
+    "mask_gradient": NEUTRAL,
 }
 STORAGES = {
     "float": ("float32", "kFloat32"),
@@ -63,14 +82,16 @@ class Unit:
 def host_name(shader: str, instance: tuple[str, int, int]) -> str:
     storage, head, value = instance
     name = f"{shader}_{STORAGES[storage][0]}"
-    return name if shader == "delta" else f"{name}_d{head}_v{value}"
+    return name if shader in BY_ROW else f"{name}_d{head}_v{value}"
 
 
 def instantiation(shader: str, instance: tuple[str, int, int]) -> str:
     storage, head, value = instance
     sizes = f"{head}, {value}, {BLOCK_ROWS}, {BLOCK_COLUMNS}"
     function = "delta_rows" if shader == "delta" else shader
-    arguments = f"{storage}, {DELTA_ROWS if shader == 'delta' else sizes}"
+    arguments = f"{storage}, {BY_ROW.get(shader, sizes)}"
+    if shader in SUMS:
+        arguments = str(SUM_HEADS)
     return f'FLASHATTN_INSTANTIATE("{host_name(shader, instance)}", {function}, {arguments})'
 
 
@@ -86,7 +107,9 @@ def barrier_units() -> list[Unit]:
             shaders = [path.stem] if path.suffix == ".metal" else ["forward"]
             for shader in shaders:
                 name = f"nobar_{path.stem}_{number}"
-                units.append(Unit(name, shader, [SMALL], fault=True, files={path.name: changed}))
+                constants = NEUTRAL if shader == "mask_gradient" else 0
+                files = {path.name: changed}
+                units.append(Unit(name, shader, [SMALL], 1, constants, fault=True, files=files))
     return units
 
 
@@ -104,6 +127,14 @@ def edit_units() -> list[Unit]:
 def plan() -> list[Unit]:
     units = []
     for shader in KINDS:
+        if shader in SUMS:
+            units.append(Unit(f"base_{shader}", shader, [SMALL]))
+            continue
+        if shader in OPTIONS:
+            sizes = SIZES if shader == "mask_gradient" else [SMALL, *SIZES[-2:]]
+            units.append(Unit(f"options_{shader}", shader, sizes, constants=OPTIONS[shader]))
+        if shader == "mask_gradient":
+            continue
         sizes = [s for s in SIZES if s[1] == 64] if shader == "delta" else SIZES
         units.append(Unit(f"base_{shader}", shader, sizes))
         if shader != "forward":
@@ -118,13 +149,15 @@ def plan() -> list[Unit]:
 
 def entry(unit: Unit, instance: tuple[str, int, int]) -> str:
     storage, head, value = instance
-    delta = unit.shader == "delta"
-    rows, threads = (DELTA_ROWS, DELTA_ROWS * 32) if delta else (BLOCK_ROWS, BLOCK_ROWS * 4)
-    tiles = "0, 0" if delta else f"{head}, {value}"
+    rows = BY_ROW.get(unit.shader, BLOCK_ROWS)
+    by_row = unit.shader in BY_ROW
+    threads = rows * (32 if by_row else 4)
+    tiles = "0, 0" if by_row else f"{head}, {value}"
+    columns = 0 if by_row else BLOCK_COLUMNS
     return (
         f'{{"{host_name(unit.shader, instance)}", "{unit.name}", Kind::{KINDS[unit.shader]}, '
-        f"Storage::{STORAGES[storage][1]}, {tiles}, {rows}, {threads}, {unit.constants}, "
-        f"{'true' if unit.fault else 'false'}}},\n"
+        f"Storage::{STORAGES[storage][1]}, {tiles}, {rows}, {columns}, {threads}, "
+        f"{unit.constants}, {'true' if unit.fault else 'false'}}},\n"
     )
 
 
@@ -153,7 +186,7 @@ check: $(OBJECTS)
 \t$(NVCC) -arch=$(ARCH) -o $@ $(OBJECTS) -lpthread
 %.o: %.cu {here}/metal_shim.cuh {here}/registry.h
 \t$(NVCC) $(FLAGS) -c -o $@ $<
-check.o: {here}/check.cu {here}/problem.h plan.inc
+check.o: {here}/check.cu {here}/binding.cuh {here}/problem.h plan.inc
 \t$(NVCC) $(FLAGS) -c -o $@ $<
 problem.o: {here}/problem.cpp {here}/problem.h
 \tg++ -O3 -std=c++17 -c -o $@ $<

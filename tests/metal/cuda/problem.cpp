@@ -135,6 +135,20 @@ class Computation {
     r_.delta.value[table] = delta;
     r_.delta.magnitude[table] = delta_magnitude;
     add_gradients(row, b, kv_head, h, i, end, delta, delta_magnitude, sensitivity);
+    if (p_.has_options()) add_options(row, table, i, end, delta, delta_magnitude * sensitivity);
+  }
+
+  // `size` of delta includes the sensitivity of the scores.
+  void add_options(const Row& row, std::size_t table, int i, int end, double delta, double size) {
+    for (int j = 0; j < end; ++j) {
+      const double ds = row.p[j] * (row.dp[j] - delta);
+      const double magnitude = row.p[j] * (row.dp_magnitude[j] + size);
+      const double distance = std::abs(i + p_.shift() - j);
+      r_.dmask.value[table * p_.seqlen_k + j] = ds;
+      r_.dmask.magnitude[table * p_.seqlen_k + j] = magnitude;
+      r_.slope_rows.value[table] -= ds * distance;
+      r_.slope_rows.magnitude[table] += magnitude * distance;
+    }
   }
 
   void add_gradients(const Row& row, int b, int kv_head, int h, int i, int end, double delta,
@@ -188,6 +202,20 @@ void plant_nan(const Problem& p, Reference& r) {
         std::fill_n(&r.query[at(b, 0, h, p.seqlen_q, p.query_heads, p.head_dim)], p.head_dim, nan);
         std::fill_n(&r.dout[at(b, 0, h, p.seqlen_q, p.query_heads, p.value_dim)], p.value_dim, nan);
       }
+  }
+}
+
+// What is one number per head.
+void sum_rows(const Problem& p, Reference& r, float sink) {
+  size_expected(r.slopes, p.query_heads);
+  size_expected(r.sinks, p.query_heads);
+  for (std::size_t row = 0; row < r.lse.value.size(); ++row) {
+    const std::size_t h = row / p.seqlen_q % p.query_heads;
+    r.slopes.value[h] += r.slope_rows.value[row];
+    r.slopes.magnitude[h] += std::fabs(r.slope_rows.value[row]);
+    const double weight = std::exp(sink - r.lse.value[row]);
+    r.sinks.value[h] -= weight * r.delta.value[row];
+    r.sinks.magnitude[h] += weight * std::fabs(r.delta.value[row]) * (1 + r.lse.magnitude[row]);
   }
 }
 
@@ -252,7 +280,7 @@ std::vector<float> from_storage(const std::vector<std::uint8_t>& bytes, Storage 
   return values;
 }
 
-Reference make_reference(const Problem& p, Storage storage) {
+Reference make_reference(const Problem& p, Storage storage, float sink) {
   Reference r;
   Source source;
   const auto count = [&](int rows, int heads, int dim) {
@@ -269,6 +297,10 @@ Reference make_reference(const Problem& p, Storage storage) {
   size_expected(r.dv, r.value.size());
   size_expected(r.lse, count(p.seqlen_q, p.query_heads, 1));
   size_expected(r.delta, count(p.seqlen_q, p.query_heads, 1));
+  if (p.has_options()) {
+    size_expected(r.dmask, count(p.seqlen_q, p.query_heads, p.seqlen_k));
+    size_expected(r.slope_rows, count(p.seqlen_q, p.query_heads, 1));
+  }
   std::atomic<int> next{0};
   const auto work = [&] {
     for (int task = next++; task < p.batch * p.kv_heads; task = next++)
@@ -278,5 +310,6 @@ Reference make_reference(const Problem& p, Storage storage) {
   for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i)
     threads.emplace_back(work);
   for (std::thread& thread : threads) thread.join();
+  if (p.has_options()) sum_rows(p, r, sink);
   return r;
 }

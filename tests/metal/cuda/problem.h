@@ -22,6 +22,9 @@ struct Problem {
   std::string name() const;
   int group() const { return query_heads / kv_heads; }
   // Keys [0, end) are visible to row i: causal aligns the last row with the last key.
+  int shift() const { return seqlen_k - seqlen_q; }
+  // The score matrix is stored for the mask's gradient: not for problems whose references are long.
+  bool has_options() const { return seqlen_q <= 512 && seqlen_k <= 512; }
   int visible_end(int i) const { return causal ? i + 1 + seqlen_k - seqlen_q : seqlen_k; }
 };
 
@@ -41,10 +44,17 @@ struct Expected {
 struct Reference {
   std::vector<float> query, key, value, dout;  // already rounded to the storage type
   Expected out, lse, delta, dq, dk, dv;
+  // Gradients of options that change nothing, (batch, query_heads, seqlen_q, seqlen_k) and
+  // (batch, query_heads, seqlen_q): of a mask of zeros, and what each row adds to that of an ALiBi
+  // slope of 0 whose keys stand where causal alignment puts them. Empty for long problems.
+  Expected dmask, slope_rows;
+  // Sums over the rows of each head: of slope_rows, and the gradient of a sink that no row knows
+  // of.
+  Expected slopes, sinks;
 };
 
-// Deterministic inputs, results on all cores.
-Reference make_reference(const Problem& problem, Storage storage);
+// Deterministic inputs, results on all cores. `sink`: the one whose gradient is taken.
+Reference make_reference(const Problem& problem, Storage storage, float sink);
 
 // Values of the storage type as bytes, and back.
 std::vector<std::uint8_t> to_storage(const std::vector<float>& values, Storage storage);

@@ -1,0 +1,252 @@
+// One kernel run of the check program: which kernel it is, and all buffers and parameters that it
+// may be bound to. Inputs that a kernel takes from an earlier one come from the reference; outputs
+// are filled with NaN first.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+
+#include "problem.h"
+#include "registry.h"
+#include "shaders/abi.h"
+
+namespace check {
+
+namespace abi = flashattn::metal::abi;
+
+#define CHECK_CUDA(call)                                                    \
+  do {                                                                      \
+    const cudaError_t status = (call);                                      \
+    if (status != cudaSuccess) {                                            \
+      std::fprintf(stderr, "CUDA error at %s:%d: %s\n", __FILE__, __LINE__, \
+                   cudaGetErrorString(status));                             \
+      std::exit(2);                                                         \
+    }                                                                       \
+  } while (0)
+
+enum class Kind {
+  kForward,
+  kDelta,
+  kBackwardDq,
+  kBackwardDv,
+  kBackwardDk,
+  kMaskGradient,
+  kSlopeGradient,
+  kSinkGradient,
+};
+
+struct Entry {
+  const char* kernel;  // host name
+  const char* unit;
+  Kind kind;
+  Storage storage;
+  int head_tile, value_tile;
+  int block_rows, block_columns, threads;
+  int constants;  // bit n: function constant n is on
+  bool fault;
+
+  bool has(abi::FunctionConstantId constant) const { return (constants >> constant & 1) != 0; }
+  bool accumulates() const { return has(abi::kConstantAccumulate) && kind != Kind::kDelta; }
+  bool subtracts() const { return has(abi::kConstantHasDlse) && kind == Kind::kDelta; }
+  // One result per head.
+  bool sums() const { return kind == Kind::kSlopeGradient || kind == Kind::kSinkGradient; }
+  bool takes_options() const { return has(abi::kConstantHasModifiers) || sums(); }
+};
+
+// Device memory with nothing around it: an access past the end is an access past an allocation.
+class Buffer {
+ public:
+  explicit Buffer(const std::vector<std::uint8_t>& bytes) : bytes_(bytes.size()) {
+    CHECK_CUDA(cudaMalloc(&pointer_, bytes_));
+    CHECK_CUDA(cudaMemcpy(pointer_, bytes.data(), bytes_, cudaMemcpyHostToDevice));
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { cudaFree(pointer_); }
+  void* pointer() { return pointer_; }
+  std::vector<std::uint8_t> read() const {
+    std::vector<std::uint8_t> bytes(bytes_);
+    CHECK_CUDA(cudaMemcpy(bytes.data(), pointer_, bytes_, cudaMemcpyDeviceToHost));
+    return bytes;
+  }
+
+ private:
+  std::size_t bytes_;
+  void* pointer_ = nullptr;
+};
+
+inline abi::TensorStrides strides(int rows, int heads, int dim) {
+  const std::int64_t d = dim;
+  return {d * heads * rows, d * heads, d, 1};
+}
+
+inline abi::AttentionParams make_params(const Problem& p) {
+  abi::AttentionParams params{};
+  params.query = params.dq = strides(p.seqlen_q, p.query_heads, p.head_dim);
+  params.key = params.dk = strides(p.seqlen_k, p.kv_heads, p.head_dim);
+  params.value = params.dv = strides(p.seqlen_k, p.kv_heads, p.value_dim);
+  params.out = params.dout = strides(p.seqlen_q, p.query_heads, p.value_dim);
+  params.lse = params.dlse = {std::int64_t{p.query_heads} * p.seqlen_q, p.seqlen_q, 1};
+  params.query_heads = static_cast<unsigned>(p.query_heads);
+  params.kv_heads = static_cast<unsigned>(p.kv_heads);
+  params.heads_per_kv = static_cast<unsigned>(p.group());
+  params.batch = static_cast<unsigned>(p.batch);
+  params.seqlen_q = static_cast<unsigned>(p.seqlen_q);
+  params.seqlen_k = static_cast<unsigned>(p.seqlen_k);
+  params.head_dim = static_cast<unsigned>(p.head_dim);
+  params.value_dim = static_cast<unsigned>(p.value_dim);
+  params.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
+  params.scale_log2e = params.scale * 1.44269504f;
+  return params;
+}
+
+template <class T>
+std::vector<std::uint8_t> bytes_of(const std::vector<T>& table) {
+  std::vector<std::uint8_t> bytes(table.size() * sizeof(T));
+  std::memcpy(bytes.data(), table.data(), bytes.size());
+  return bytes;
+}
+
+inline std::vector<std::uint8_t> row_intervals(const Problem& p) {
+  constexpr int kFar = 1 << 30;
+  const int end = p.causal ? 1 + p.shift() : kFar;
+  return bytes_of(
+      std::vector<abi::RowInterval>(p.batch, abi::RowInterval{-kFar, end, p.seqlen_k, 0}));
+}
+
+// Options that change no result: a mask of zeros, ALiBi slopes of 0, sinks of -inf, dropout that
+// keeps everything.
+inline abi::ModifierParams make_modifiers(const Problem& p) {
+  abi::ModifierParams m{};
+  const std::int64_t rows = p.seqlen_q, keys = p.seqlen_k, heads = p.query_heads;
+  m.mask = m.dmask = {heads * rows * keys, rows * keys, keys, 1};
+  m.mask_tile_rows = m.mask_tile_keys = 1u << 30;  // one tile for all
+  m.mask_batch = static_cast<unsigned>(p.batch);
+  m.mask_heads = static_cast<unsigned>(heads);
+  // With one row or key a mask is broadcast; its tile of the scores is the same one.
+  m.mask_rows = static_cast<unsigned>(rows);
+  m.mask_keys = static_cast<unsigned>(keys);
+  m.tile_count = 1;
+  m.slopes_head = m.dslopes_head = 1;
+  m.sinks_head = m.dsinks_head = 1;
+  m.global_heads = static_cast<unsigned>(heads);
+  m.global_queries = static_cast<unsigned>(rows);
+  m.global_keys = static_cast<unsigned>(keys);
+  m.dropout_scale = 1;
+  return m;
+}
+
+inline std::vector<float> narrow(const std::vector<double>& values) {
+  return {values.begin(), values.end()};
+}
+
+// What is in dq, dk and dv before a kernel that adds to them, and in dlse. Exact in every storage
+// type.
+constexpr float kBefore = 0.5f;
+constexpr float kDlse = 0.25f;
+// The sink whose gradient is taken, of rows whose log-sum-exp knows nothing of it.
+constexpr float kSink = 0.5f;
+
+// All buffers of one kernel run, by slot.
+class Binding {
+ public:
+  Binding(const Entry& entry, const Problem& p, const Reference& r)
+      : storage_(entry.storage), params_(make_params(p)), modifiers_(make_modifiers(p)) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    const auto nans = [&](std::size_t count) { return std::vector<float>(count, nan); };
+    const auto before = [&](std::size_t count) {
+      return std::vector<float>(count, entry.accumulates() ? kBefore : nan);
+    };
+    const bool backward = entry.kind != Kind::kForward && entry.kind != Kind::kDelta;
+    set(abi::kBufferQuery, r.query, storage_);
+    set(abi::kBufferKey, r.key, storage_);
+    set(abi::kBufferValue, r.value, storage_);
+    set(abi::kBufferDout, r.dout, storage_);
+    set(abi::kBufferOut, entry.kind == Kind::kDelta ? narrow(r.out.value) : nans(r.dout.size()),
+        storage_);
+    set(abi::kBufferLse, backward ? narrow(r.lse.value) : nans(r.lse.value.size()),
+        Storage::kFloat32);
+    set(abi::kBufferDelta, backward ? narrow(r.delta.value) : nans(r.lse.value.size()),
+        Storage::kFloat32);
+    set(abi::kBufferDlse, std::vector<float>(r.lse.value.size(), kDlse), Storage::kFloat32);
+    set(abi::kBufferDq, before(r.query.size()), storage_);
+    set(abi::kBufferDk, before(r.key.size()), storage_);
+    set(abi::kBufferDv, before(r.value.size()), storage_);
+    buffers_[abi::kBufferRowIntervals] = std::make_unique<Buffer>(row_intervals(p));
+    if (entry.takes_options()) set_options(entry, p, r);
+  }
+
+  void launch(const metal_cuda::KernelEntry& kernel, unsigned groups, unsigned threads) {
+    std::vector<void*> pointers(kernel.arguments.size());
+    std::vector<void*> arguments;
+    for (std::size_t i = 0; i < kernel.arguments.size(); ++i) {
+      const metal_cuda::ArgumentSlot& argument = kernel.arguments[i];
+      if (argument.bytes > 0) {
+        arguments.push_back(by_value(argument));
+      } else {
+        // What belongs to an option that is off is not there.
+        const auto found = buffers_.find(argument.slot);
+        pointers[i] = found == buffers_.end() ? nullptr : found->second->pointer();
+        arguments.push_back(&pointers[i]);
+      }
+    }
+    CHECK_CUDA(cudaLaunchKernel(kernel.function, dim3(groups), dim3(threads), arguments.data(), 0,
+                                nullptr));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+
+  std::vector<float> result(unsigned slot, Storage storage) const {
+    return from_storage(buffers_.at(slot)->read(), storage);
+  }
+
+ private:
+  void set_options(const Entry& entry, const Problem& p, const Reference& r) {
+    const std::size_t heads = p.query_heads;
+    const std::size_t rows = r.lse.value.size();
+    const std::vector<float> nans(rows * p.seqlen_k, std::numeric_limits<float>::quiet_NaN());
+    const float sink = entry.sums() ? kSink : -std::numeric_limits<float>::infinity();
+    buffers_[abi::kBufferModifiers] =
+        std::make_unique<Buffer>(bytes_of(std::vector<abi::ModifierParams>{modifiers_}));
+    set(abi::kBufferMask, std::vector<float>(nans.size(), 0.0f), Storage::kFloat32);
+    buffers_[abi::kBufferMaskTiles] =
+        std::make_unique<Buffer>(std::vector<std::uint8_t>{abi::kMaskTileMixed});
+    set(abi::kBufferAlibiSlopes, std::vector<float>(heads, 0.0f), Storage::kFloat32);
+    buffers_[abi::kBufferRowShifts] = std::make_unique<Buffer>(
+        bytes_of(std::vector<std::int64_t>(p.batch, std::int64_t{p.shift()})));
+    set(abi::kBufferSinks, std::vector<float>(heads, sink), Storage::kFloat32);
+    set(abi::kBufferDmask, nans, Storage::kFloat32);
+    set(abi::kBufferDalibiSlopes, {nans.begin(), nans.begin() + heads}, Storage::kFloat32);
+    set(abi::kBufferDsinks, {nans.begin(), nans.begin() + heads}, Storage::kFloat32);
+    const bool sums_rows = entry.kind == Kind::kSlopeGradient;
+    set(abi::kBufferSlopeRows,
+        sums_rows ? narrow(r.slope_rows.value) : std::vector<float>(rows, nans[0]),
+        Storage::kFloat32);
+  }
+
+  void* by_value(const metal_cuda::ArgumentSlot& argument) {
+    if (argument.slot == abi::kBufferParams && argument.bytes == sizeof params_) return &params_;
+    if (argument.slot == abi::kBufferModifiers && argument.bytes == sizeof modifiers_) {
+      return &modifiers_;
+    }
+    std::fprintf(stderr, "slot %u: not the parameters of shaders/abi.h\n", argument.slot);
+    std::exit(2);
+  }
+
+  void set(unsigned slot, const std::vector<float>& values, Storage storage) {
+    buffers_[slot] = std::make_unique<Buffer>(to_storage(values, storage));
+  }
+
+  Storage storage_;
+  abi::AttentionParams params_;
+  abi::ModifierParams modifiers_;
+  std::map<unsigned, std::unique_ptr<Buffer>> buffers_;
+};
+
+}  // namespace check
