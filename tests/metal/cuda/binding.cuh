@@ -121,19 +121,18 @@ inline std::vector<std::uint8_t> row_intervals(const Problem& p) {
       std::vector<abi::RowInterval>(p.batch, abi::RowInterval{-kFar, end, p.seqlen_k, 0}));
 }
 
-// Options that change no result: a mask of zeros, ALiBi slopes of 0, sinks of -inf, dropout that
-// keeps everything.
+// Options that change no result: a mask of zeros that the heads share, ALiBi slopes of 0, sinks of
+// -inf, dropout that keeps everything.
 inline abi::ModifierParams make_modifiers(const Problem& p) {
   abi::ModifierParams m{};
   const std::int64_t rows = p.seqlen_q, keys = p.seqlen_k, heads = p.query_heads;
-  m.mask = m.dmask = {heads * rows * keys, rows * keys, keys, 1};
+  m.mask = m.dmask = {rows * keys, 0, keys, 1};
   m.mask_tile_rows = m.mask_tile_keys = 1u << 30;  // one tile for all
   m.mask_batch = static_cast<unsigned>(p.batch);
-  m.mask_heads = static_cast<unsigned>(heads);
-  // With one row or key a mask is broadcast; its tile of the scores is the same one.
+  m.mask_heads = 1;
   m.mask_rows = static_cast<unsigned>(rows);
   m.mask_keys = static_cast<unsigned>(keys);
-  m.tile_count = 1;
+  m.tile_count = static_cast<unsigned>(heads);
   m.slopes_head = m.dslopes_head = 1;
   m.sinks_head = m.dsinks_head = 1;
   m.global_heads = static_cast<unsigned>(heads);
@@ -210,11 +209,12 @@ class Binding {
   void set_options(const Entry& entry, const Problem& p, const Reference& r) {
     const std::size_t heads = p.query_heads;
     const std::size_t rows = r.lse.value.size();
-    const std::vector<float> nans(rows * p.seqlen_k, std::numeric_limits<float>::quiet_NaN());
+    const std::size_t scores = r.dmask.value.size();
+    const std::vector<float> nans(scores, std::numeric_limits<float>::quiet_NaN());
     const float sink = entry.sums() ? kSink : -std::numeric_limits<float>::infinity();
     buffers_[abi::kBufferModifiers] =
         std::make_unique<Buffer>(bytes_of(std::vector<abi::ModifierParams>{modifiers_}));
-    set(abi::kBufferMask, std::vector<float>(nans.size(), 0.0f), Storage::kFloat32);
+    set(abi::kBufferMask, std::vector<float>(scores, 0.0f), Storage::kFloat32);
     buffers_[abi::kBufferMaskTiles] =
         std::make_unique<Buffer>(std::vector<std::uint8_t>{abi::kMaskTileMixed});
     set(abi::kBufferAlibiSlopes, std::vector<float>(heads, 0.0f), Storage::kFloat32);
@@ -222,8 +222,8 @@ class Binding {
         bytes_of(std::vector<std::int64_t>(p.batch, std::int64_t{p.shift()})));
     set(abi::kBufferSinks, std::vector<float>(heads, sink), Storage::kFloat32);
     set(abi::kBufferDmask, nans, Storage::kFloat32);
-    set(abi::kBufferDalibiSlopes, {nans.begin(), nans.begin() + heads}, Storage::kFloat32);
-    set(abi::kBufferDsinks, {nans.begin(), nans.begin() + heads}, Storage::kFloat32);
+    set(abi::kBufferDalibiSlopes, std::vector<float>(heads, nans[0]), Storage::kFloat32);
+    set(abi::kBufferDsinks, std::vector<float>(heads, nans[0]), Storage::kFloat32);
     const bool sums_rows = entry.kind == Kind::kSlopeGradient;
     set(abi::kBufferSlopeRows,
         sums_rows ? narrow(r.slope_rows.value) : std::vector<float>(rows, nans[0]),

@@ -92,10 +92,13 @@ const Reference& cached_reference(const Problem& p, Storage storage) {
 unsigned threadgroups(const Entry& entry, const Problem& p) {
   const auto blocks = [](int length, int block) { return (length + block - 1) / block; };
   if (entry.sums()) return static_cast<unsigned>(blocks(p.query_heads, entry.block_rows));
+  if (entry.kind == Kind::kMaskGradient) {
+    return static_cast<unsigned>(blocks(p.seqlen_q, entry.block_rows) *
+                                 blocks(p.seqlen_k, entry.block_columns) * p.batch);
+  }
   const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
-  int groups = blocks(key_side ? p.seqlen_k : p.seqlen_q, entry.block_rows) *
-               (key_side ? p.kv_heads : p.query_heads) * p.batch;
-  if (entry.kind == Kind::kMaskGradient) groups *= blocks(p.seqlen_k, entry.block_columns);
+  const int groups = blocks(key_side ? p.seqlen_k : p.seqlen_q, entry.block_rows) *
+                     (key_side ? p.kv_heads : p.query_heads) * p.batch;
   return static_cast<unsigned>(groups);
 }
 

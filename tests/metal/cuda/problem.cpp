@@ -9,6 +9,7 @@
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -205,6 +206,19 @@ void plant_nan(const Problem& p, Reference& r) {
   }
 }
 
+// dmask of every head becomes that of the mask they share.
+void sum_heads(const Problem& p, Reference& r) {
+  Expected shared;
+  const std::size_t plane = static_cast<std::size_t>(p.seqlen_q) * p.seqlen_k;
+  size_expected(shared, p.batch * plane);
+  for (std::size_t e = 0; e < r.dmask.value.size(); ++e) {
+    const std::size_t to = e / plane / p.query_heads * plane + e % plane;
+    shared.value[to] += r.dmask.value[e];
+    shared.magnitude[to] += r.dmask.magnitude[e];
+  }
+  r.dmask = std::move(shared);
+}
+
 // What is one number per head.
 void sum_rows(const Problem& p, Reference& r, float sink) {
   size_expected(r.slopes, p.query_heads);
@@ -310,6 +324,9 @@ Reference make_reference(const Problem& p, Storage storage, float sink) {
   for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i)
     threads.emplace_back(work);
   for (std::thread& thread : threads) thread.join();
-  if (p.has_options()) sum_rows(p, r, sink);
+  if (p.has_options()) {
+    sum_heads(p, r);
+    sum_rows(p, r, sink);
+  }
   return r;
 }

@@ -44,8 +44,8 @@ struct Expected {
 struct Reference {
   std::vector<float> query, key, value, dout;  // already rounded to the storage type
   Expected out, lse, delta, dq, dk, dv;
-  // Gradients of options that change nothing, (batch, query_heads, seqlen_q, seqlen_k) and
-  // (batch, query_heads, seqlen_q): of a mask of zeros, and what each row adds to that of an ALiBi
+  // Gradients of options that change nothing, (batch, seqlen_q, seqlen_k) and (batch, query_heads,
+  // seqlen_q): of a mask of zeros that the heads share, and what each row adds to that of an ALiBi
   // slope of 0 whose keys stand where causal alignment puts them. Empty for long problems.
   Expected dmask, slope_rows;
   // Sums over the rows of each head: of slope_rows, and the gradient of a sink that no row knows
