@@ -45,9 +45,12 @@ def register(name: str = "fused_attention") -> None:
     AttentionMaskInterface.register(name, _mask)
 
 
-@dataclass
-class _Rule:
-    """What a layer's queries see. Its rows and keys end at the same position.
+class _Rule(torch.Tensor):
+    """What a layer's queries see, told in a few numbers. Its rows and keys end at one position.
+
+    It poses as a mask of (batch, 1, seqlen_q, seqlen_k), because transformers hands masks that it
+    has already made back to itself and knows them by their kind and shape. It has no elements to
+    read: every operation on it is refused, so that no model can lose a rule by slicing it.
 
     Attributes:
         causal: keys behind a query are not seen.
@@ -58,8 +61,32 @@ class _Rule:
 
     causal: bool
     window: tuple[int, int]
-    keys: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+    keys: torch.Tensor | None
+    starts: torch.Tensor | None
+
+    @staticmethod
+    def make(sizes: tuple[int, ...], device: Any, parts: _Parts) -> _Rule:
+        """A rule that poses as a mask of `sizes`."""
+        one = torch.ones((), dtype=torch.bool, device=device)
+        rule: _Rule = torch.Tensor._make_subclass(_Rule, one.expand(sizes))
+        rule.causal, rule.window = parts.causal, parts.window
+        rule.keys = rule.starts = None
+        return rule
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Sizes, dtype and device can be asked for; what would give the same mask gives it."""
+        if func.__name__ == "__get__" or func in (torch.Tensor.dim, torch.Tensor.size):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.detach, torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        raise NotImplementedError(f"this attention mask is a rule and takes no part in {func}")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"_Rule(causal={self.causal}, window={self.window})"
 
 
 @dataclass
@@ -155,9 +182,11 @@ def _mask(
     keys = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if keys is not None:
         keys = keys[:, kv_offset : kv_offset + kv_length]
-        keys = None if bool(keys.all()) else keys
-    starts = None if parts.documents is None else _starts(parts.documents)
-    return _Rule(parts.causal, parts.window, keys, starts)
+    sizes = (batch_size, 1, q_length, kv_length)
+    rule = _Rule.make(sizes, options.get("device", "cpu"), parts)
+    rule.keys = None if keys is None or bool(keys.all()) else keys
+    rule.starts = None if parts.documents is None else _starts(parts.documents)
+    return rule
 
 
 def _attention(
@@ -191,23 +220,33 @@ def _attention(
         options["dropout_p"] = dropout
     # Their layout is the other one, but its memory is usually ours.
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    rule = attention_mask
+    rule, mask, starts = attention_mask, None, None
     if rule is None:
         asked = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        rule = _Rule(bool(asked), (_UNLIMITED, _UNLIMITED))
-    mask = None
-    if isinstance(rule, _Rule):
+        options["causal"] = bool(asked)
+    elif isinstance(rule, _Rule):
         options |= {"causal": rule.causal, "window": rule.window}
-        if rule.starts is not None:
-            return _packed(q, k, v, rule.starts, position_bias, options), None
+        starts = rule.starts
         if rule.keys is not None:
             mask = rule.keys[:, None, None, :]
     else:
         mask = rule[..., : k.shape[1]]
+    if mask is None and starts is None and options["causal"] and q.shape[1] == k.shape[1]:
+        starts = _restarts(others.get("position_ids"), q.shape[0])
+    if starts is not None:
+        return _packed(q, k, v, starts, position_bias, options), None
     if position_bias is not None:
         mask = _biased(mask, position_bias)
     out: torch.Tensor = attention(q, k, v, mask=mask, **options)
     return out, None
+
+
+def _restarts(position_ids: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Where documents start, for models whose layers know the positions and whose masks do not."""
+    if position_ids is None or position_ids.ndim != 2 or torch.compiler.is_compiling():
+        return None
+    documents = masking_utils.find_packed_sequence_indices(position_ids.expand(batch, -1))
+    return None if documents is None else _starts(documents)
 
 
 def _packed(
