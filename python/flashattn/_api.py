@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashattn import _core
-from flashattn._arrays import Framework, framework_of
+from flashattn._arrays import framework_of
+from flashattn._framework import Framework
 from flashattn._options import AttentionOptions, documents_options, parse
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from flashattn._arrays import Framework
+    from flashattn._framework import Framework
 
 _FUNCTION = "attention_kvcache"
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flashattn import _core
-from flashattn._arrays import output_shapes, packed_shapes
+from flashattn._framework import output_shapes, packed_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

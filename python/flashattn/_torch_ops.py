@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashattn import _api, _varlen
-from flashattn._arrays import framework_of, output_shapes, packed_shapes
+from flashattn._arrays import framework_of
+from flashattn._framework import output_shapes, packed_shapes
 from flashattn._options import DEFAULTS, DropoutShard, parse_own
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from flashattn._arrays import Framework
     from flashattn._core import Options
+    from flashattn._framework import Framework
 
 _FORWARD = "attention_varlen"
 _BACKWARD = "attention_varlen_backward"
