@@ -11,10 +11,11 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("source", PYTHON_BLOCKS, ids=["numpy", "torch"])
+@pytest.mark.parametrize("source", PYTHON_BLOCKS, ids=lambda source: source.split(None, 2)[1])
 def test_the_readme_runs(source: str) -> None:
-    if "import torch" in source:
-        pytest.importorskip("torch")
+    for name in ("torch", "transformers"):
+        if re.search(rf"^(?:import|from) {name}\b", source, re.MULTILINE):
+            pytest.importorskip(name, reason=f"{name} is not installed")
     exec(compile(source, "README.md", "exec"), {})
 
 
