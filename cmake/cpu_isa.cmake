@@ -7,7 +7,8 @@
 include(CheckCXXCompilerFlag)
 
 # The kernels rely on infinities and NaN, so never -ffast-math; errno and traps are not part of the contract.
-set(FLASHATTN_CPU_KERNEL_FLAGS -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+# Nothing in them throws, and an unwinding table would bring a weak symbol (its personality routine).
+set(FLASHATTN_CPU_KERNEL_FLAGS -O3 -fno-exceptions -fno-math-errno -fno-trapping-math -ffp-contract=fast)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC's own AVX-512 intrinsics trip both (GCC bug 105593).
   list(APPEND FLASHATTN_CPU_KERNEL_FLAGS -Wno-maybe-uninitialized -Wno-uninitialized)

@@ -3,6 +3,9 @@
 
 #include "cpu/modifiers.h"
 
+#define FLASHATTN_TEXT_OF(name) #name
+#define FLASHATTN_TEXT(name) FLASHATTN_TEXT_OF(name)
+
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 namespace {
 
@@ -75,7 +78,7 @@ void modify(const AttentionJob& job, std::int64_t head, std::int64_t first_key, 
 }  // namespace
 
 extern const LaneFunctions kLaneFunctions;
-const LaneFunctions kLaneFunctions = {.isa = FLASHATTN_QUOTE(FLASHATTN_CPU_ISA_NAME),
+const LaneFunctions kLaneFunctions = {.isa = FLASHATTN_TEXT(FLASHATTN_CPU_ISA_NAME),
                                       .lanes = kTestLanes,
                                       .tile_keys = kTileRows,
                                       .bias_keys = kBiasKeys,
