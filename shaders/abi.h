@@ -44,7 +44,8 @@ enum BufferSlot {
   kBufferDalibiSlopes = 20,  // float
   kBufferDsinks = 21,        // float
   kBufferSlopeRows = 22,  // float (batch, query_heads, seqlen_q), contiguous: dalibi_slopes by row
-  kBufferCount = 23,
+  kBufferStatus = 23,     // Status, one word: what register kernels found wrong
+  kBufferCount = 24,
 };
 
 // The geometry of a simdgroup and of the tiles, which the host needs to size threadgroups and
@@ -56,6 +57,21 @@ enum Geometry : FLASHATTN_UINT {
   kLanesPerRow = 4,  // lanes that share one row of a strip in elementwise work
   kPadding = 4,      // floats after each tile row, against bank conflicts
   kFragmentSize = kFragment * kFragment,
+};
+
+// How the lanes of a register kernel find the maximum and the sum of a row (exchange.h).
+enum ExchangeKind : FLASHATTN_UINT {
+  kExchangeAny = 0,
+  kExchangeApple = 1,
+};
+
+// What a register kernel leaves in the status buffer.
+enum Status : FLASHATTN_UINT {
+  kStatusGood = 0,
+  kStatusLaneMap = 1,  // the device's matrices are laid out otherwise than the kernel needs
+  // A value that some row may not see is not finite: the results are void, and the kernels that
+  // select have to run.
+  kStatusNonFinite = 2,
 };
 
 // Yes/no features: one pipeline per combination that is used.
@@ -72,6 +88,10 @@ enum FunctionConstantId {
   kConstantHasSinks = 9,
   kConstantHasDropout = 10,
   kConstantSlopeGradient = 11,  // dq writes what each row adds to dalibi_slopes
+  kConstantFullRows = 16,       // every row the dispatch owns exists
+  kConstantVectorRows = 17,     // rows are contiguous, dimensions multiples of 4, strides short
+  kConstantExactTiles = 18,     // head_dim and value_dim fill their tiles
+  kConstantSelects = 19,  // values that are not finite are kept from rows that may not see them
 };
 
 // What a tile of a dense mask lets through; TileVisibility of core/visibility.h.
@@ -127,8 +147,10 @@ struct AttentionParams {
   FLASHATTN_UINT value_dim;
   FLASHATTN_UINT first_threadgroup;  // of this dispatch in the whole pass, which may be split
   float scale;
-  float scale_log2e;  // scale * log2(e): scores are exponentiated in base 2
-  FLASHATTN_UINT unused;
+  float scale_log2e;           // scale * log2(e): scores are exponentiated in base 2
+  FLASHATTN_UINT first_block;  // of the blocks of rows that a register kernel's dispatch owns
+  FLASHATTN_UINT blocks;       // and how many: the ragged last one has a dispatch of its own
+  float max_slack;             // by how many powers of two a row's running maximum may lag behind
 };
 
 // Element strides of a (batch, head, row, key) table; 0 along an axis that it is broadcast over.
@@ -179,7 +201,7 @@ struct ModifierParams {
 
 #if !defined(__METAL_VERSION__)
 static_assert(sizeof(RowInterval) == 16);
-static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 12 * 4);
+static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 14 * 4);
 static_assert(sizeof(ModifierParams) == 3 * 32 + 13 * 8 + 14 * 4 + 8);
 }  // namespace flashattn::metal::abi
 #endif

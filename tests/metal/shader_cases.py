@@ -47,14 +47,16 @@ class Params(ctypes.Structure):
         ("first_threadgroup", ctypes.c_uint32),
         ("scale", ctypes.c_float),
         ("scale_log2e", ctypes.c_float),
-        ("unused", ctypes.c_uint32),
+        ("first_block", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("max_slack", ctypes.c_float),
     ]
 
 
 SLOTS = [
     *("query", "key", "value", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv"),
     *("row_intervals", "params", "modifiers", "mask", "mask_tiles", "alibi_slopes", "row_shifts"),
-    *("sinks", "dmask", "dalibi_slopes", "dsinks", "slope_rows"),
+    *("sinks", "dmask", "dalibi_slopes", "dsinks", "slope_rows", "status"),
 ]
 
 
@@ -81,10 +83,30 @@ class Case:
     causal: bool = True
     dtype: str = "float32"
     # "value": the value of the last key, which one row sees, is NaN; "query": query and dout of row
-    # 0 are.
+    # 0 are; "key": key and value of the last key; "infinity": values of the last two keys are -inf
+    # and inf.
     non_finite: str = ""
     options: ShaderOptions = field(default_factory=ShaderOptions)
     seed: int = 0
+    scale: float | None = None  # default head_dim ** -0.5
+    window: tuple[int, int] | None = None  # keys left and right of a row's own, both inclusive
+    key_length: int | None = None  # keys from there on are padding
+
+    @property
+    def factor(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen_k if self.key_length is None else self.key_length
+
+    @property
+    def interval(self) -> list[int]:
+        """RowInterval of shaders/abi.h."""
+        shift, far = self.keys - self.seqlen_q, 2**30
+        left, right = self.window or (far, far)
+        end = shift + 1 if self.causal else far
+        return [max(shift - left, -far), min(end, shift + right + 1, far), self.keys, 0]
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -186,7 +208,8 @@ def expected(
 ) -> dict[str, np.ndarray]:
     """The oracle's results, by slot name."""
     q, k, v, dout = (widen(a[name]) for name in ("query", "key", "value", "dout"))
-    options = {**options, "causal": case.causal}
+    options = {**options, "causal": case.causal, "scale": case.factor}
+    options |= {"window": case.window or (-1, -1), "kv_lengths": [case.keys] * case.batch}
     forward = reference.attention(q, k, v, **options)
     back = reference.attention_backward(dout, q, k, v, **options)
     with np.errstate(invalid="ignore"):
@@ -226,8 +249,13 @@ def make_tensors(case: Case) -> Tensors:
         "dout": draw(case.seqlen_q, case.query_heads, case.value_dim),
     }
     nan = 0x7FC0 if case.dtype == "bfloat16" else np.nan
-    if case.non_finite == "value":
+    if case.non_finite in ("value", "key"):
         a["value"][:, -1] = nan
+    if case.non_finite == "key":
+        a["key"][:, -1] = nan
+    if case.non_finite == "infinity":
+        a["value"][:, -1] = store(np.array(np.inf), case.dtype)
+        a["value"][:, -2] = store(np.array(-np.inf), case.dtype)
     if case.non_finite == "query":
         a["query"][:, 0] = nan
         a["dout"][:, 0] = nan
@@ -238,10 +266,8 @@ def make_tensors(case: Case) -> Tensors:
     for name in ("lse", "delta"):
         a[name] = np.full((case.batch, case.query_heads, case.seqlen_q), np.nan, np.float32)
     a["dlse"] = np.zeros_like(a["lse"])
-    shift = case.seqlen_k - case.seqlen_q
-    end = shift + 1 if case.causal else 2**30
-    interval = [-(2**30), end, case.seqlen_k, 0]
-    a["row_intervals"] = np.tile(np.array(interval, np.int32), (case.batch, 1))
+    a["row_intervals"] = np.tile(np.array(case.interval, np.int32), (case.batch, 1))
+    a["status"] = np.zeros(1, np.uint32)
     a["params"] = np.frombuffer(bytearray(bytes(make_params(case))), np.uint8)
     a["slope_rows"] = np.full_like(a["lse"], np.nan)
     options.modifiers.tile_count = score_tiles(case, options.arrays.get("mask"))
@@ -276,8 +302,9 @@ def make_params(case: Case) -> Params:
     p.heads_per_kv = case.query_heads // case.kv_heads
     p.batch, p.seqlen_q, p.seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
     p.head_dim, p.value_dim = case.head_dim, case.value_dim
-    p.scale = case.head_dim**-0.5
-    p.scale_log2e = case.head_dim**-0.5 * np.log2(np.e)
+    p.blocks = 1  # enough for one threadgroup of a register kernel; run_register counts them
+    p.scale = case.factor
+    p.scale_log2e = case.factor * np.log2(np.e)
     return p
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from shader_cases import KERNELS, OPTION_KERNELS, STORAGE, Case
+from register_cases import REGISTER_KERNELS, fitting
+from shader_cases import KERNELS, OPTION_KERNELS, STORAGE, Case, Launch, staged
 from simulator import METAL, SHADERS
 
 sys.path += [str(METAL / "address_space"), str(METAL / "translate")]
@@ -18,15 +19,23 @@ def messages(source: str) -> list[str]:
     return check(source, "program.metal", [str(SHADERS)], find_clang(""))
 
 
-def shader(kernel: str, dtype: str) -> str:
-    text = (SHADERS / f"{kernel}.metal").read_text()
-    return f'{text}\n#line 1 "instantiations"\n{Case(dtype=dtype).instantiation(kernel)}\n'
+def shader(launch: Launch) -> str:
+    text = (SHADERS / f"{launch.shader}.metal").read_text()
+    return f'{text}\n#line 1 "instantiations"\n{launch.instantiation}\n'
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE))
 @pytest.mark.parametrize("kernel", [*KERNELS, *OPTION_KERNELS])
 def test_shaders_are_clean(kernel: str, dtype: str) -> None:
-    assert messages(shader(kernel, dtype)) == []
+    assert messages(shader(staged(Case(dtype=dtype), kernel))) == []
+
+
+@pytest.mark.parametrize("dtype", list(STORAGE))
+@pytest.mark.parametrize("kernel", REGISTER_KERNELS)
+def test_register_shaders_are_clean(kernel: str, dtype: str) -> None:
+    for held in (True, False):
+        register = fitting(kernel, Case(dtype=dtype), held=held, value_held=held)
+        assert messages(shader(register.launch())) == []
 
 
 PROGRAM = """#include <metal_stdlib>

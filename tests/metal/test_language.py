@@ -11,8 +11,9 @@ import subprocess
 import pytest
 from build_kernel import COMPILE, RUNTIME, target_flags, translate
 from kernels import Program
+from register_cases import REGISTER_KERNELS, fitting
 from rewrite import Rewriter
-from shader_cases import KERNELS, OPTION_KERNELS, Case
+from shader_cases import KERNELS, OPTION_KERNELS, Case, Launch, staged
 from simulator import SHADERS, Simulator, SimulatorError
 from tokens import tokenize
 
@@ -37,11 +38,17 @@ def extension_warnings(source: str, name: str, clang: list[str]) -> list[str]:
     return [line for line in found if "constexpr if" not in line]
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, *OPTION_KERNELS])
-def test_shaders_are_cpp14(kernel: str, clang: list[str]) -> None:
-    text = (SHADERS / f"{kernel}.metal").read_text()
-    source = f'{text}\n#line 1 "instantiations"\n{Case().instantiation(kernel)}\n'
-    assert extension_warnings(source, f"{kernel}.metal", clang) == []
+LAUNCHES = {
+    **{kernel: staged(Case(), kernel) for kernel in [*KERNELS, *OPTION_KERNELS]},
+    **{f"register {kernel}": fitting(kernel, Case()).launch() for kernel in REGISTER_KERNELS},
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_shaders_are_cpp14(launch: Launch, clang: list[str]) -> None:
+    text = (SHADERS / f"{launch.shader}.metal").read_text()
+    source = f'{text}\n#line 1 "instantiations"\n{launch.instantiation}\n'
+    assert extension_warnings(source, f"{launch.shader}.metal", clang) == []
 
 
 def test_newer_constructs_are_found(clang: list[str]) -> None:

@@ -53,6 +53,8 @@ const char* slot_name(abi::BufferSlot slot) {
       return "dsinks";
     case abi::kBufferSlopeRows:
       return "slope_rows";
+    case abi::kBufferStatus:
+      return "status";
     case abi::kBufferCount:
       break;
   }

@@ -24,7 +24,9 @@ struct bfloat {
 #define MSL_VECTORS(T)                                \
   typedef T T##2 __attribute__((ext_vector_type(2))); \
   typedef T T##3 __attribute__((ext_vector_type(3))); \
-  typedef T T##4 __attribute__((ext_vector_type(4)));
+  typedef T T##4 __attribute__((ext_vector_type(4))); \
+  typedef T##2 packed_##T##2;                         \
+  typedef T##4 packed_##T##4;
 MSL_VECTORS(float)
 MSL_VECTORS(half)
 MSL_VECTORS(char)
@@ -54,6 +56,17 @@ using ::as_type;
 
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+
+// OpenCL has types of these names.
+#define atomic_uint msl_atomic_uint
+#define memory_order msl_memory_order
+#define memory_order_relaxed msl_memory_order_relaxed
+#define atomic_store_explicit msl_atomic_store_explicit
+enum memory_order { memory_order_relaxed };
+struct atomic_uint {
+  uint value;
+};
+void atomic_store_explicit(device atomic_uint* object, uint value, memory_order order);
 
 enum class mem_flags : int { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 mem_flags operator|(mem_flags a, mem_flags b);

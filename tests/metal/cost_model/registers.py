@@ -48,8 +48,10 @@ def entry_point(program: str) -> str:
     parameters, values = [], []
     for number, argument in enumerate(re.split(r", (?=metal_sim::)", arguments)):
         if found := DEVICE.match(argument):
-            parameters.append(f"void* a{number}")
-            values.append(f"{found.group(1)}{{a{number}}}")
+            # Parameters by value are read where they are used, as from Apple's uniform registers.
+            by_value = found.group(1) == "Reference"
+            parameters.append(f"{'AttentionParams' if by_value else 'void*'} a{number}")
+            values.append(f"a{number}" if by_value else f"Pointer{{a{number}}}")
         else:
             position = POSITION.search(argument)
             assert position is not None
@@ -57,8 +59,6 @@ def entry_point(program: str) -> str:
     return (
         "struct Pointer { void* p; template <class T> PROXY operator T*() const "
         "{ return (T*)p; } };\n"
-        "struct Reference { void* p; template <class T> PROXY operator T&() const "
-        "{ return *(T*)p; } };\n"
         f'extern "C" __attribute__((nvptx_kernel)) void entry({", ".join(parameters)}) '
         f"{{ ::{function}({', '.join(values)}); }}\n"
     )

@@ -53,6 +53,10 @@ template <class V, class A>
 PROXY V make(A splat) {
   return V(static_cast<decltype(+V{}[0])>(splat));
 }
+template <class V, class T, int N>
+PROXY V make(T __attribute__((ext_vector_type(N))) other) {
+  return __builtin_convertvector(other, V);
+}
 }  // namespace metal_sim
 
 template <class T, class U>
@@ -65,6 +69,13 @@ PROXY T as_type(U value) {
 namespace metal {
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+enum memory_order { memory_order_relaxed };
+struct atomic_uint {
+  uint value;
+};
+PROXY void atomic_store_explicit(atomic_uint* object, uint value, memory_order) {
+  *(volatile uint*)&object->value = value;
+}
 enum class mem_flags : int { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 PROXY void threadgroup_barrier(mem_flags) { asm volatile("bar.sync 0;" ::: "memory"); }
 PROXY void simdgroup_barrier(mem_flags) { asm volatile("bar.warp.sync -1;" ::: "memory"); }
