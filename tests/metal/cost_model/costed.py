@@ -6,8 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path += [str(Path(__file__).resolve().parent.parent)]
+sys.path += [str(Path(__file__).resolve().parents[n]) for n in (1, 2)]
 
+from register_cases import Register
 from shader_cases import Case, Launch, staged
 
 
@@ -29,5 +30,50 @@ def staged_kernels() -> list[Costed]:
     return found
 
 
+# Instances by head dimension: what cpp/src/metal/tuning.cpp chooses where lanes stand as Apple's do,
+# and the forward kernel for any other map.
+APPLE = {"exchange": "apple"}
+READ = {"held": False, "value_held": False}
+WIDE = {"row_fragments": 2, "block": 32, "simdgroups": 4}
+REGISTER = {
+    64: [
+        ("forward", "float32", {**WIDE, **APPLE}),
+        ("forward", "float32", {"block": 32, "simdgroups": 8}),
+        ("forward", "float16", {**WIDE, **APPLE}),
+        ("forward", "bfloat16", {**WIDE, **APPLE}),
+        ("backward_dq", "float32", {**WIDE, **READ, **APPLE}),
+        ("backward_dq", "float16", {"block": 32, "simdgroups": 8, **APPLE}),
+        ("backward_dkv", "float32", {"block": 16, "simdgroups": 4}),
+        ("backward_dkv", "float16", {"block": 16, "simdgroups": 4}),
+    ],
+    128: [
+        (
+            "forward",
+            "float32",
+            {"row_fragments": 2, "block": 16, "simdgroups": 8, "held": False, **APPLE},
+        ),
+        ("forward", "float32", {"block": 16, "simdgroups": 8}),
+        ("forward", "float16", {"block": 32, "simdgroups": 8, **APPLE}),
+        ("backward_dq", "float32", {"block": 16, "simdgroups": 8, "value_held": False, **APPLE}),
+        ("backward_dq", "float16", {"block": 32, "simdgroups": 8, **APPLE}),
+        ("backward_dv", "float32", {"block": 16, "simdgroups": 8, **APPLE}),
+        ("backward_dk", "float32", {"block": 16, "simdgroups": 8, "value_held": False, **APPLE}),
+        ("backward_dv", "float16", {"block": 32, "simdgroups": 8, **APPLE}),
+        ("backward_dk", "float16", {"block": 16, "simdgroups": 8, **APPLE}),
+    ],
+}
+SLACK = 8.0  # as cpp/src/metal/tuning.h has it
+
+
+def register_kernels() -> list[Costed]:
+    found = []
+    for dim, instances in REGISTER.items():
+        for kernel, dtype, settings in instances:
+            register = Register(kernel, dim, dim, dtype, **settings)
+            name = f"register_{kernel} {dtype} D={dim}, {register.exchange} map"
+            found.append(Costed(name, register.launch(), dim, dtype, SLACK))
+    return found
+
+
 def costed_kernels() -> list[Costed]:
-    return staged_kernels()
+    return [*staged_kernels(), *register_kernels()]
