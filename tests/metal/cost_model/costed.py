@@ -30,8 +30,7 @@ def staged_kernels() -> list[Costed]:
     return found
 
 
-# Instances by head dimension: what cpp/src/metal/tuning.cpp chooses where lanes stand as Apple's do,
-# and the forward kernel for any other map.
+# Instances by head dimension: those for Apple's lane map, and the forward kernel for any map.
 APPLE = {"exchange": "apple"}
 READ = {"held": False, "value_held": False}
 WIDE = {"row_fragments": 2, "block": 32, "simdgroups": 4}
