@@ -57,16 +57,6 @@ struct TileRows {
   std::ptrdiff_t ahead = 0;
 };
 
-template <int... lane>
-struct LaneList {};
-template <int count, int... lane>
-struct MakeLaneList : MakeLaneList<count - 1, count - 1, lane...> {};
-template <int... lane>
-struct MakeLaneList<0, lane...> {
-  using Type = LaneList<lane...>;
-};
-using AllLanes = MakeLaneList<kLanes>::Type;
-
 // One level of the tree below: adds two halves of a and two halves of b, lane by lane, into one
 // vector. `level` 0 and 1 work inside groups of four lanes, the others on whole groups; on x86 each
 // is two shuffles of one instruction.

@@ -14,24 +14,28 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 constexpr int kBiasKeys = 16;
 static_assert(kBiasKeys % kLanes == 0);
 
-// kLanes contiguous mask elements as a bias. A finite float64 stays finite: every finite value is a
-// value.
+// kLanes / 2 float64 as float32. What is finite stays finite: every finite value is a value.
+FLASHATTN_INLINE VecFew narrow_float64(const char* from) {
+  const VecDouble x = *reinterpret_cast<const VecDoubleInMemory*>(from);
+  const VecDouble most = VecDouble{} + 3.4028234663852886e38;
+  const VecDouble infinity = VecDouble{} + __builtin_inf();
+  const VecDouble limited = x > most ? most : x < -most ? -most : x;
+  const VecDouble narrowed = x == infinity || x == -infinity ? x : limited;
+  return __builtin_convertvector(narrowed, VecFew);
+}
+
+template <int... lane>
+FLASHATTN_INLINE Vec widen_float64_mask(const char* from, LaneList<lane...>) {
+  return __builtin_shufflevector(narrow_float64(from), narrow_float64(from + kLanes * 4), lane...);
+}
+
+// kLanes contiguous mask elements as a bias.
 template <DType dtype>
 FLASHATTN_INLINE Vec widen_mask(const char* from) {
   if constexpr (dtype == DType::kBool) {
-    const VecByte bytes = *reinterpret_cast<const VecByteInMemory*>(from);
-    const VecU open = __builtin_convertvector(bytes, VecU);
-    return select(reinterpret_cast<VecI>(open != 0U), Vec{}, broadcast(-kInfinity));
+    return select(reinterpret_cast<VecI>(widen_uint8(from) != 0U), Vec{}, broadcast(-kInfinity));
   } else if constexpr (dtype == DType::kFloat64) {
-    Vec bias{};
-    for (int i = 0; i < kLanes; ++i) {
-      double x;
-      __builtin_memcpy(&x, from + i * 8, sizeof(x));
-      constexpr double kMost = 3.4028234663852886e38;
-      const double inside = x < -kMost ? -kMost : x > kMost ? kMost : x;
-      bias[i] = static_cast<float>(__builtin_isinf(x) ? x : inside);
-    }
-    return bias;
+    return widen_float64_mask(from, AllLanes{});
   } else {
     return widen<dtype>(from);
   }

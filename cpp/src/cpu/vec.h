@@ -25,13 +25,15 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef std::int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t VecU __attribute__((vector_size(kLanes * 4)));
 typedef std::uint64_t VecWide __attribute__((vector_size(kLanes * 4)));  // kLanes / 2 of them
-typedef std::uint8_t VecByte __attribute__((vector_size(kLanes)));
 typedef std::uint16_t VecHalf __attribute__((vector_size(kLanes * 2)));
 // The same in memory of any alignment and any declared type.
 typedef float VecInMemory __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef std::uint16_t VecHalfInMemory
     __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
-typedef std::uint8_t VecByteInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
+// kLanes / 2 float64, and as many float32.
+typedef double VecDouble __attribute__((vector_size(kLanes * 4)));
+typedef double VecDoubleInMemory __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef float VecFew __attribute__((vector_size(kLanes * 2)));
 
 FLASHATTN_INLINE Vec load(const void* from) { return *static_cast<const VecInMemory*>(from); }
 FLASHATTN_INLINE void store(void* to, Vec x) { *static_cast<VecInMemory*>(to) = x; }
@@ -58,6 +60,18 @@ FLASHATTN_INLINE Vec select(VecI mask, Vec if_true, Vec if_false) {
 FLASHATTN_INLINE VecI bits_of(Vec x) { return reinterpret_cast<VecI>(x); }
 FLASHATTN_INLINE Vec vec_of_bits(VecI x) { return reinterpret_cast<Vec>(x); }
 
+// The numbers 0 ... count - 1 as template arguments.
+template <int... lane>
+struct LaneList {};
+template <int count, int... lane>
+struct MakeLaneList : MakeLaneList<count - 1, count - 1, lane...> {};
+template <int... lane>
+struct MakeLaneList<0, lane...> {
+  using Type = LaneList<lane...>;
+};
+using AllLanes = MakeLaneList<kLanes>::Type;
+
+// |x|, NaN included.
 FLASHATTN_INLINE Vec magnitude(Vec x) {
   return vec_of_bits(bits_of(x) & broadcast(std::int32_t{0x7fffffff}));
 }
@@ -70,6 +84,7 @@ FLASHATTN_INLINE Vec magnitude(Vec x) {
 //   Vec times_power_of_two(p, n, x)   p * 2^n, and exactly 0 where x < -126 (NaN stays)
 //   bool any(VecI mask)
 //   VecWide multiply_low(a, b)        the 64-bit products of the low halves of each 64-bit lane
+//   VecU widen_uint8(const void*)     kLanes 8-bit integers as 32-bit ones
 //   VecU widen_uint16(const void*)    kLanes 16-bit integers as 32-bit ones
 //   Vec widen_float16(const void*)    kLanes float16 values as float32
 //   void narrow_float16(void*, Vec)   rounded to nearest even

@@ -27,6 +27,11 @@ FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
       _mm512_mul_epu32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 }
 
+FLASHATTN_INLINE VecU widen_uint8(const void* from) {
+  return reinterpret_cast<VecU>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+}
+
 // The compiler's own conversion splits the vector in two and joins the halves.
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return reinterpret_cast<VecU>(

@@ -26,6 +26,12 @@ FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
                                              vmovn_u64(reinterpret_cast<uint64x2_t>(b))));
 }
 
+FLASHATTN_INLINE VecU widen_uint8(const void* from) {
+  std::uint8_t bytes[8] = {};
+  __builtin_memcpy(bytes, from, kLanes);
+  return reinterpret_cast<VecU>(vmovl_u16(vget_low_u16(vmovl_u8(vld1_u8(bytes)))));
+}
+
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return __builtin_convertvector(*static_cast<const VecHalfInMemory*>(from), VecU);
 }

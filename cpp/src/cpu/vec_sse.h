@@ -27,6 +27,10 @@ FLASHATTN_INLINE VecWide multiply_low(VecWide a, VecWide b) {
       _mm_mul_epu32(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
 }
 
+FLASHATTN_INLINE VecU widen_uint8(const void* from) {
+  return reinterpret_cast<VecU>(_mm_cvtepu8_epi32(_mm_loadu_si32(from)));
+}
+
 FLASHATTN_INLINE VecU widen_uint16(const void* from) {
   return reinterpret_cast<VecU>(
       _mm_cvtepu16_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
