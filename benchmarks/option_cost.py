@@ -10,7 +10,6 @@ results/option_cost.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -122,6 +121,7 @@ class Child:
         self.answer()
 
     def answer(self) -> str:
+        """The child's next line."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -136,6 +136,7 @@ class Child:
         return float(self.answer())
 
     def close(self) -> None:
+        """Ends the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()

@@ -15,7 +15,10 @@ struct ModifiedScores {
   Bias bias{};
 
   FLASHATTN_INLINE void start_keys(std::int64_t first_key, int k) {
-    if (masked && k % kBiasKeys == 0) fill_bias(modifiers.mask, first_key + k, scratch, bias);
+    if (!masked) return;
+    if (k % kBiasKeys == 0) fill_bias(modifiers.mask, first_key + k, scratch, bias);
+    prefetch_mask(modifiers.mask, {first_key + kBlockK, first_key + 2 * kBlockK},
+                  {k * kBlockQ / kBlockK, (k + kTileRows) * kBlockQ / kBlockK});
   }
   template <int vecs>
   FLASHATTN_INLINE void modify(int k, int lane, Vec (&s)[kTileRows][vecs]) const {
