@@ -79,6 +79,39 @@ def test_compile_packed_sequences() -> None:
     assert same(gradients(got[0], *inputs), gradients(expected[0], *inputs))
 
 
+@pytest.mark.parametrize("name", ["none", "mask", "sinks", "dropout_p"])
+def test_compile_raw_calls(name: str) -> None:
+    """attention_forward and attention_backward by hand, which record nothing."""
+    opts = option_sets()[name]
+    inputs = tensors(*QKV, grad=True)
+    if missing(name):
+        return
+
+    def call(q: Any, k: Any, v: Any, opts: Any) -> Any:
+        out, lse = fa.attention_forward(q, k, v, **opts)
+        return out, lse, *fa.attention_backward(2 * out, q, k, v, out, lse, lse, **opts)
+
+    torch.compiler.reset()
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs, opts)
+    expected = call(*inputs, opts)
+    assert [x is None for x in got] == [x is None for x in expected]
+    assert not any(x is not None and x.requires_grad for x in got)
+    assert same(*([x for x in results if x is not None] for results in (got, expected)))
+
+
+def test_compile_raw_packed_calls() -> None:
+    inputs = tensors(*PACKED)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def call(q: Any, k: Any, v: Any, cu: Any) -> Any:
+        out, lse = fa.attention_varlen(q, k, v, cu, cu)
+        return fa.attention_varlen_backward(out, q, k, v, out, lse, cu, cu)[:3]
+
+    torch.compiler.reset()
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs, cu)
+    assert same(got, call(*inputs, cu))
+
+
 def test_compile_routes_torchs_attention() -> None:
     q = tensors((2, 4, 9, 16))[0]
 

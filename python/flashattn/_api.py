@@ -112,6 +112,10 @@ def attention_forward(
         (batch, query_heads, seqlen_q).
     """
     framework = framework_of(_FORWARD, query, key, value)
+    tensors = (query, key, value)
+    if framework.is_special(*tensors) and framework.is_dispatched(*tensors):
+        check_seed("attention_forward", options.get("dropout_p", 0.0), options)
+        return framework.dispatch_raw("attention_forward", tensors, out, options)
     parsed = _parse_with_seed("attention_forward", options)
     return forward(framework, query, key, value, parsed, out)
 
@@ -146,6 +150,11 @@ def attention_backward(
         ValueError: and TypeError, NotImplementedError, RuntimeError, as `attention` does.
     """
     framework = framework_of(_BACKWARD, query, key, value)
+    if framework.is_special(query, key, value) and framework.is_dispatched(query, key, value):
+        check_seed(_BACKWARD, options.get("dropout_p", 0.0), options)
+        results = (dout, dlse, out, lse)
+        found = framework.dispatch_backward(_BACKWARD, results, (query, key, value), options)
+        return AttentionGradients(*found)
     parsed = _parse_with_seed(_BACKWARD, options)
     wanted = gradients_wanted(parsed)
     tensors = (query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks)
@@ -160,9 +169,14 @@ def gradients_wanted(options: _core.Options) -> tuple[bool, ...]:
 
 def _parse_with_seed(function: str, options: Mapping[str, Any]) -> _core.Options:
     parsed = parse(function, options)
-    if parsed.dropout_p > 0 and "dropout_seed" not in options:
-        raise ValueError(f"{function}: dropout_seed (not given) must be given when dropout_p > 0")
+    check_seed(function, parsed.dropout_p, options)
     return parsed
+
+
+def check_seed(function: str, dropout_p: float, options: Mapping[str, Any]) -> None:
+    """Raw calls do not draw: forward and backward must have the same seed."""
+    if dropout_p > 0 and "dropout_seed" not in options:
+        raise ValueError(f"{function}: dropout_seed (not given) must be given when dropout_p > 0")
 
 
 def _is_bool(mask: Any) -> bool:

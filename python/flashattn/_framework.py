@@ -79,7 +79,15 @@ class Framework(Protocol):
     def dispatch(
         self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
     ) -> tuple[Any, Any]:
-        """(out, lse) by that operator."""
+        """(out, lse) by that operator, which the framework may differentiate."""
+
+    def dispatch_raw(self, function: str, tensors: Any, out: Any, options: Any) -> tuple[Any, Any]:
+        """(out, lse) of (query, key, value) by that operator, without a gradient."""
+
+    def dispatch_backward(
+        self, function: str, results: Any, tensors: Any, options: Any
+    ) -> tuple[Any, ...]:
+        """The six gradients of (query, key, value) from (dout, dlse, out, lse) likewise."""
 
 
 class NothingSpecial:
@@ -97,4 +105,12 @@ class NothingSpecial:
     def dispatch(
         self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
     ) -> tuple[Any, Any]:
+        raise AssertionError("unreachable: is_dispatched is False")
+
+    def dispatch_raw(self, function: str, tensors: Any, out: Any, options: Any) -> tuple[Any, Any]:
+        raise AssertionError("unreachable: is_dispatched is False")
+
+    def dispatch_backward(
+        self, function: str, results: Any, tensors: Any, options: Any
+    ) -> tuple[Any, ...]:
         raise AssertionError("unreachable: is_dispatched is False")

@@ -110,6 +110,19 @@ class TorchFramework:
             raise ValueError(f"{function}: out must not be given where torch traces or transforms")
         return _torch_ops.dispatch(function, query, key, value, options)
 
+    def dispatch_raw(self, function: str, tensors: Any, out: Any, options: Any) -> tuple[Any, Any]:
+        with torch.no_grad():
+            query, key, value = tensors
+            return self.dispatch(function, query, key, value, out, options)
+
+    def dispatch_backward(
+        self, function: str, results: Any, tensors: Any, options: Any
+    ) -> tuple[Any, ...]:
+        from flashattn import _torch_ops
+
+        with torch.no_grad():
+            return _torch_ops.dispatch_backward(function, results, tensors, options)
+
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in _PLAIN_TYPES:

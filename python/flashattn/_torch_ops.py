@@ -290,3 +290,13 @@ def dispatch(
     operator: Any = _Transformed.apply if _is_transformed() else forward
     result: tuple[Any, Any] = operator(*inputs)
     return result
+
+
+def dispatch_backward(
+    function: str, results: Any, tensors: Any, options: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """All gradients that there are, through the dispatcher, from (dout, dlse, out, lse)."""
+    inputs = (*tensors, *pack(function, options))
+    wanted = [x is not None and x.is_floating_point() for x in inputs[:6]]
+    found = iter(backward(*results, wanted, *inputs))
+    return tuple([next(found) if want else None for want in wanted])

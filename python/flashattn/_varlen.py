@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from flashattn._api import AttentionGradients, gradients, gradients_wanted, record, run_forward
+from flashattn._api import (
+    AttentionGradients,
+    check_seed,
+    gradients,
+    gradients_wanted,
+    record,
+    run_forward,
+)
 from flashattn._arrays import framework_of
 from flashattn._options import AttentionOptions, documents_options, parse_own, per_batch_integers
 
@@ -125,9 +132,14 @@ def attention_varlen_backward(
         ValueError: and TypeError, NotImplementedError, RuntimeError, as `attention_varlen` does.
     """
     framework = framework_of(_BACKWARD, query, key, value)
+    if framework.is_special(query, key, value) and framework.is_dispatched(query, key, value):
+        check_seed(_BACKWARD, options.get("dropout_p", 0.0), options)
+        packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
+        results = (dout, dlse, out, lse)
+        found = framework.dispatch_backward(_BACKWARD, results, (query, key, value), packed)
+        return AttentionGradients(*found)
     parsed = parse_packed(_BACKWARD, cu_seqlens_q, cu_seqlens_k, None, options)
-    if parsed.dropout_p > 0 and "dropout_seed" not in options:
-        raise ValueError(f"{_BACKWARD}: dropout_seed (not given) must be given when dropout_p > 0")
+    check_seed(_BACKWARD, parsed.dropout_p, options)
     tensors = (query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks)
     wanted = gradients_wanted(parsed)
     return AttentionGradients(*gradients(framework, parsed, dout, dlse, out, lse, wanted, *tensors))
