@@ -141,6 +141,7 @@ inline ModifiedScore modify_score(thread const HeadModifiers& head, float score,
     const float added = mask_value(head, i, j);
     modified.visible = added != -INFINITY;
     modified.value = modified.visible ? modified.value + added : -INFINITY;
+    if (!modified.visible) modified.derivative = 0.0f;  // of a score that may be NaN
   }
   return modified;
 }

@@ -136,14 +136,15 @@ NON_FINITE = [
 
 
 @pytest.mark.parametrize(("name", "kernel"), NON_FINITE)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("mask", ["bool", "float32"])
 def test_nan_behind_a_mask_reaches_nothing(
-    name: str, kernel: str, mask: str, simulator: Simulator
+    name: str, kernel: str, mask: str, softcap: float, simulator: Simulator
 ) -> None:
     """What a product multiplies with weight 0 is NaN where the mask hides it from some and not all:
     in tiles that are visited, and rows that see none of it keep their bits.
     """
-    case = replace(BASE, options=ShaderOptions(mask=mask), causal=False)
+    case = replace(BASE, options=ShaderOptions(mask=mask, softcap=softcap), causal=False)
     library = compile_kernel(simulator, case, kernel)
     clean, poisoned = make_tensors(case), make_tensors(case)
     poisoned.arrays[name][0, 5] = np.nan
