@@ -20,9 +20,10 @@ import torch
 from distributed_cases import CASES, MODES, Case
 from flashattn import _ring, _shards
 from flashattn._parallel_call import Exchange, ParallelCall
+from flashattn.distributed import context_parallel_attention
 from targets import chosen_is_simulated
 from tolerance import GRADIENT_FACTOR, assert_close
-from torch_numbers import missing
+from torch_numbers import missing, tensors
 from yardstick import forward_yardstick, gradient_yardstick
 
 pytestmark = [
@@ -119,6 +120,40 @@ def test_one_seed_for_all_ranks(results: Any) -> None:
     q = np.ones((1, 12, 2, 16), np.float32)
     expected = fa.attention(q, q, q, dropout_p=0.5, dropout_seed=seed)
     np.testing.assert_allclose(results["drawn_seed"], expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("method", "sharding"), MODES)
+def test_one_rank_and_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any, sharding: Any
+) -> None:
+    """A group of one sends nothing; in layout bhsd too."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{tmp_path}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    mode = {"method": method, "sharding": sharding}
+    try:
+        q, k, v = tensors((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16), grad=True)
+        out = context_parallel_attention(q, k, v, causal=True, layout="bhsd", **mode)
+        expected = fa.attention(q, k, v, causal=True, layout="bhsd")
+        assert torch.allclose(out, expected, rtol=0, atol=2e-6)
+        found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-5)
+        for options, kind, text in (
+            ({"mask": torch.ones(9, 9, dtype=torch.bool)}, ValueError, "mask"),
+            ({"windows": (1, 1)}, TypeError, "windows"),
+            ({"method": "tree"}, ValueError, "method"),
+            ({"sharding": "striped"}, ValueError, "sharding"),
+        ):
+            with pytest.raises(kind, match=text):
+                context_parallel_attention(q, k, v, **{**mode, **options})
+        (grad,) = torch.autograd.grad(
+            context_parallel_attention(q, k, v, **mode).square().sum(), q, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])

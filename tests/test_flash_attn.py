@@ -14,7 +14,7 @@ import reference
 import reference_packed
 import torch
 from tolerance import GRADIENT_FACTOR, assert_close
-from torch_numbers import numbers, refused, tensors
+from torch_numbers import missing, numbers, refused, tensors
 from yardstick import forward_yardstick, gradient_yardstick
 
 COMMON = {
@@ -309,6 +309,39 @@ def test_raw_forward_and_backward() -> None:
     assert torch.allclose(delta, (dout * out).sum(-1).transpose(1, 2))
     with pytest.raises(ValueError, match="rng_state"):
         fa._flash_attn_backward(dout, *inputs, out, lse, dq, None, dv, 0.3, *options[1:], True)
+
+
+def test_numpy_arrays() -> None:
+    """The forward functions give numpy callers the bits that torch callers get."""
+    q, k, v = tensors((2, 9, 6, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    opts: dict[str, Any] = {"causal": True, "return_attn_probs": True}
+    if not missing("dropout_p"):
+        opts["dropout_p"] = 0.3
+    cu = torch.tensor([0, 4, 18], dtype=torch.int32)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    kv = torch.stack([k, v], 2)
+    out, lse = fa.attention_forward(q, k, v)
+    parts = (torch.stack([out, out]), torch.stack([lse, lse]).transpose(-1, -2))
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (fa.flash_attn_func, (q, k, v), opts),
+        (fa.flash_attn_kvpacked_func, (q, kv), opts),
+        (fa.flash_attn_varlen_func, (*packed, cu, cu, 14, 14), opts),
+        (fa.flash_attn_with_kvcache, (q, k, v), {"return_softmax_lse": True}),
+        (fa.flash_attn_combine, parts, {}),
+    ]
+    for function, arguments, keywords in calls:
+        found = []
+        for convert in (lambda x: x, lambda x: x.numpy() if isinstance(x, torch.Tensor) else x):
+            torch.manual_seed(5)
+            np.random.seed(5)  # noqa: NPY002 - the generator that draws numpy's seeds
+            found.append(function(*map(convert, arguments), **keywords))
+        assert all(isinstance(x, np.ndarray) for x in found[1])
+        if "dropout_p" in keywords:  # each framework draws its own seed
+            assert [x.shape for x in found[1]] == [tuple(x.shape) for x in found[0]]
+            weights = [np.abs(np.asarray(x[2])) for x in found]
+            assert np.array_equal(*weights)
+        else:
+            assert all(np.array_equal(a.numpy(), b) for a, b in zip(*found, strict=True))
 
 
 def test_compiles() -> None:

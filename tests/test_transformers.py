@@ -8,8 +8,6 @@ tolerance rule is eager attention in float32, the worst of a few inputs.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -20,101 +18,11 @@ from torch_numbers import missing
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-import flashattn.transformers as ours  # noqa: E402 - transformers may be absent
+from tiny_models import NEEDS, model, tokens  # noqa: E402 - transformers may be absent
 
-ours.register()
 pytestmark = pytest.mark.skipif(chosen_is_simulated(), reason="whole models take too long there")
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-# What a backend must have for each kind.
-NEEDS = {
-    "llama": (),
-    "mistral": (),
-    "gemma2": ("softcap",),
-    "gpt_oss": ("sinks",),
-    "bert": ("mask",),
-}
 KINDS = ["llama", "mistral", "gemma2", "gpt_oss"]
-
-
-def exact_attention(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Any = None,
-    **_: Any,
-) -> tuple[Any, None]:
-    """Attention written out in float64, whatever the model's dtype."""
-    group = query.shape[1] // key.shape[1]
-    q, k, v = (x.double() for x in (query, key, value))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT * (scaling or query.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    if s_aux is not None:
-        sink = s_aux.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]].nan_to_num(0.0)
-    return (weights @ v).transpose(1, 2).to(query.dtype).contiguous(), None
-
-
-def exact_mask(*args: Any, **kwargs: Any) -> Any:
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return transformers.masking_utils.sdpa_mask(*args, **kwargs)
-
-
-transformers.AttentionInterface.register("exact", exact_attention)
-transformers.AttentionMaskInterface.register("exact", exact_mask)
-
-
-def config(kind: str) -> Any:
-    windows = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-    if kind == "llama":
-        return transformers.LlamaConfig(**SIZES)
-    if kind == "mistral":
-        return transformers.MistralConfig(**SIZES, sliding_window=5)
-    if kind == "gemma2":
-        more = {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 3, **windows}
-        return transformers.Gemma2Config(**SIZES, **more)
-    more = {"num_local_experts": 2, "num_experts_per_tok": 2, **windows}
-    return transformers.GptOssConfig(**SIZES, **more)
-
-
-@lru_cache
-def weights(kind: str) -> dict[str, Any]:
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config(kind))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn_like(parameter))
-    return model.state_dict()
-
-
-def model(kind: str, attention: str, dtype: Any = torch.float32) -> Any:
-    # The experts' grouped product has no float64.
-    names = {"attn_implementation": attention, "experts_implementation": "eager"}
-    made = transformers.AutoModelForCausalLM.from_config(config(kind), **names)
-    made.load_state_dict(weights(kind))
-    return made.to(dtype).eval()
 
 
 def logits_and_gradients(net: Any, inputs: dict[str, Any], counted: Any) -> tuple[Any, Any]:
@@ -146,10 +54,6 @@ def check(kind: str, batches: list[tuple[dict[str, Any], Any]]) -> None:
     for name, x in {"logits": logits, **gradients}.items():
         factor = 2.0 if name == "logits" else GRADIENT_FACTOR
         assert_close(x.numpy(), first[name].numpy(), errors[name], factor=factor, name=name)
-
-
-def tokens(seed: int, *shape: int) -> Any:
-    return torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def everything(ids: Any) -> Any:
@@ -267,47 +171,21 @@ def test_compile(kind: str) -> None:
     assert torch.allclose(one, other, rtol=0, atol=2e-5 * float(other.detach().abs().max()))
 
 
-def test_masks_stay_rules() -> None:
-    """No (seqlen, seqlen) tensor where a rule does; transformers' own mask where none is known."""
-    utils = transformers.masking_utils
-    sizes: dict[str, Any] = {"batch_size": 2, "q_length": 6, "kv_length": 6}
-    skip = {"allow_is_causal_skip": True}
-    causal = ours._mask(**sizes, **skip)
-    assert (causal.causal, causal.window, causal.keys) == (True, (-1, -1), None)
-    window = utils.sliding_window_causal_mask_function(4)
-    assert ours._mask(**sizes, **skip, mask_function=window).window == (3, -1)
-    padding = torch.ones(2, 6, dtype=torch.bool)
-    assert ours._mask(**sizes, **skip, attention_mask=padding).keys is None
-    padding[0, 0] = False
-    assert torch.equal(ours._mask(**sizes, **skip, attention_mask=padding).keys, padding)
-    documents = utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2]] * 2))
-    packed = utils.and_masks(utils.causal_mask_function, documents)
-    starts = ours._mask(**sizes, mask_function=packed).starts
-    assert starts.tolist() == [0, 2, 5, 6, 8, 11, 12]
-    chunked = utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
-    mine = utils.and_masks(utils.causal_mask_function, lambda b, h, q, k: k != 2)
-    for function, more in ((chunked, {**skip, "local_size": 3}), (mine, {"use_vmap": False})):
-        got = ours._mask(**sizes, **more, mask_function=function)
-        assert torch.equal(got, exact_mask(**sizes, mask_function=function))
-    # A preallocated cache: more keys than positions so far.
-    longer = sizes | {"kv_length": 10}
-    assert torch.equal(ours._mask(**longer, **skip), exact_mask(**longer))
-
-
-def test_masks_of_a_users_own() -> None:
-    """Four axes, boolean or added, are taken as they are."""
-    if missing("mask"):
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_activation_checkpointing(kind: str) -> None:
+    """Layers that are computed twice get the same rules."""
+    if missing("mask", *NEEDS[kind]):
         return
     ids = tokens(1, 2, 9)
-    mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.7
-    mask |= torch.eye(9, dtype=torch.bool)
-    added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-    expected = model("llama", "eager")(input_ids=ids, attention_mask=added).logits
-    for one in (mask, added):
-        got = model("llama", "fused_attention")(input_ids=ids, attention_mask=one).logits
-        assert torch.allclose(
-            got, expected, rtol=0, atol=2e-5 * float(expected.detach().abs().max())
-        )
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    net = model(kind, "fused_attention").train()
+    expected = logits_and_gradients(net, inputs, mask.bool())
+    net.activation_checkpointing_enable()
+    logits, gradients = logits_and_gradients(net, inputs, mask.bool())
+    assert torch.equal(logits, expected[0])
+    assert all(torch.equal(gradients[name], x) for name, x in expected[1].items())
 
 
 def test_encoders() -> None:
@@ -327,12 +205,3 @@ def test_encoders() -> None:
         one, other = (net(input_ids=ids, attention_mask=given)[0] for net in (eager, fused))
         kept = mask.bool() if given is not None else everything(ids)
         assert torch.allclose(one[kept], other[kept], rtol=0, atol=2e-6)
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="flash"):
-        ours.register("flash_fused")
-    with pytest.raises(ValueError, match="output_attentions"):
-        ours._attention(
-            torch.nn.Identity(), *[torch.ones(1, 1, 2, 4)] * 3, None, output_attentions=True
-        )
