@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import flashattn as fa
+import numpy as np
 import pytest
 import torch
 from flashattn import _torch_ops
@@ -24,6 +25,16 @@ def test_vmap() -> None:
     out = torch.vmap(attend, in_dims=(0, None, 2), out_dims=1)(q, k, v)
     for n in range(3):
         assert torch.equal(out[:, n], attend(q[n], k, v[:, :, n]))
+
+
+def test_vmap_of_options() -> None:
+    """Numbers of numpy, sequences and arrays that are no tensors, as the plain call takes them."""
+    (q,) = tensors((3, 2, 9, 4, 16))
+    opts: dict[str, Any] = {"causal": True, "q_offset": np.int64(2), "kv_lengths": [9, 4]}
+    for more in ({}, {"q_offset": [0, 3]}, {"kv_lengths": np.array([2, 8])}, {"scale": 1}):
+        given = {**opts, **more}
+        out = torch.vmap(lambda x, given=given: fa.attention(x, x, x, **given))(q)
+        assert torch.equal(out[1], fa.attention(q[1], q[1], q[1], **given))
 
 
 def test_vmap_of_dropout() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from flashattn import _api, _varlen
@@ -72,7 +73,9 @@ def pack(function: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
             f'{function}: causal ({given["causal"]!r}) must be False, True or "top_left"'
         )
     offset = given["q_offset"]
-    if offset is not None and not isinstance(offset, (int, torch.SymInt)):
+    if isinstance(offset, np.integer):
+        given["q_offset"] = int(offset)
+    elif offset is not None and not isinstance(offset, (int, torch.SymInt)):
         given["q_offsets"], given["q_offset"] = offset, None
     for name in ("window", "dropout_shard"):
         if given[name] is not None:
