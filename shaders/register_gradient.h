@@ -26,7 +26,8 @@ void softcap_derivatives(thread simdgroup_float8x8 (&derivatives)[columns],
 #pragma clang loop unroll(full)
     for (uint e = 0; e < 2; ++e) {
       const float capped = precise::tanh(products[j].thread_elements()[e] * factor);
-      derivatives[j].thread_elements()[e] = fma(-capped, capped, 1.0f);
+      // A NaN score has a NaN gradient where it is seen and must not spoil the 0 where it is not.
+      derivatives[j].thread_elements()[e] = isnan(capped) ? 1.0f : fma(-capped, capped, 1.0f);
     }
   }
 }
