@@ -165,13 +165,16 @@ def test_too_many_axes() -> None:
 def test_tensors_without_memory() -> None:
     from torch._subclasses import FakeTensorMode
 
+    real = torch.ones(2, 5, 4, 8)
+    with FakeTensorMode():
+        fake = torch.ones(5, 5)
+    with pytest.raises(TypeError, match="mask must have memory of its own"):
+        fa.attention_forward(real, real, real, mask=fake)
     with FakeTensorMode():
         fake = torch.ones(2, 5, 4, 8)
+        lse = torch.ones(2, 4, 5)
     with pytest.raises(TypeError, match="must have memory of its own"):
-        fa.attention_forward(fake, fake, fake)
-    t = torch.ones(3, 2, 5, 4, 8)
-    with pytest.raises(TypeError, match="must have memory of its own"):
-        torch.vmap(lambda x: fa.attention_forward(x, x, x)[0])(t)
+        fa.merge_attention([fake], [lse])
     sparse = torch.ones(2, 5, 4, 8).to_sparse()
     with pytest.raises(TypeError, match=r"attention: query\.layout"):
         fa.attention_forward(sparse, sparse, sparse)

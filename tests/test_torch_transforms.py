@@ -27,6 +27,17 @@ def test_vmap() -> None:
         assert torch.equal(out[:, n], attend(q[n], k, v[:, :, n]))
 
 
+def test_vmap_of_raw_calls() -> None:
+    q, k, v = tensors((3, 2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 8))
+
+    def call(q: Any) -> Any:
+        out, lse = fa.attention_forward(q, k, v)
+        return out, lse, *fa.attention_backward(out, q, k, v, out, lse)[:3]
+
+    batched, alone = torch.vmap(call)(q), call(q[2])
+    assert same([x[2] for x in batched], alone)
+
+
 def test_vmap_of_options() -> None:
     """Numbers of numpy, sequences and arrays that are no tensors, as the plain call takes them."""
     (q,) = tensors((3, 2, 9, 4, 16))
