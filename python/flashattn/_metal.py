@@ -42,7 +42,8 @@ class MetalArray:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The same memory as a numpy array."""
-        return np.ndarray(self.shape, self.dtype, self._memory)
+        array: np.ndarray[Any, Any] = np.ndarray(self.shape, self.dtype, self._memory)
+        return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.array(self.numpy(), dtype, copy=copy)
