@@ -43,9 +43,11 @@ enum BufferSlot {
   kBufferDmask = 19,         // float, the mask's own shape
   kBufferDalibiSlopes = 20,  // float
   kBufferDsinks = 21,        // float
-  kBufferSlopeRows = 22,  // float (batch, query_heads, seqlen_q), contiguous: dalibi_slopes by row
-  kBufferStatus = 23,     // Status, one word: what register kernels found wrong
-  kBufferCount = 24,
+  kBufferSlopeRows = 22,   // float (batch, query_heads, table_rows), contiguous: dalibi_slopes by row
+  kBufferStatus = 23,      // Status, one word: what register kernels found wrong
+  kBufferEntries = 24,     // EntryRows (batch), of ragged calls
+  kBufferBlockTable = 25,  // 32-bit (batch, max_pages), of paged ones
+  kBufferCount = 26,
 };
 
 // The geometry of a simdgroup and of the tiles, which the host needs to size threadgroups and
@@ -88,6 +90,8 @@ enum FunctionConstantId {
   kConstantHasSinks = 9,
   kConstantHasDropout = 10,
   kConstantSlopeGradient = 11,  // dq writes what each row adds to dalibi_slopes
+  kConstantIsRagged = 12,       // entries lie where EntryRows says
+  kConstantIsPaged = 13,        // keys lie in pages
   kConstantFullRows = 16,       // every row the dispatch owns exists
   kConstantVectorRows = 17,     // rows are contiguous, dimensions multiples of 4, strides short
   kConstantExactTiles = 18,     // head_dim and value_dim fill their tiles
@@ -126,6 +130,18 @@ struct RowInterval {
   FLASHATTN_INT unused;
 };
 
+// Where the rows of one batch entry lie, and how many there are: Entry of core/entry.h.
+struct EntryRows {
+  FLASHATTN_UINT query_batch;  // indices on the batch axis; of pages key_batch means nothing
+  FLASHATTN_UINT query_row;
+  FLASHATTN_UINT key_batch;
+  FLASHATTN_UINT key_row;
+  FLASHATTN_UINT seqlen_q;
+  FLASHATTN_UINT seqlen_k;
+  FLASHATTN_UINT first_page;  // of the block table: where the entry's row starts
+  FLASHATTN_UINT page_rows;   // rows of a page
+};
+
 struct AttentionParams {
   struct TensorStrides query;
   struct TensorStrides key;
@@ -151,6 +167,8 @@ struct AttentionParams {
   FLASHATTN_UINT first_block;  // of the blocks of rows that a register kernel's dispatch owns
   FLASHATTN_UINT blocks;       // and how many: the ragged last one has a dispatch of its own
   float max_slack;             // by how many powers of two a row's running maximum may lag behind
+  FLASHATTN_UINT table_rows;   // of one (batch, head) in delta and slope_rows
+  FLASHATTN_UINT unused;
 };
 
 // Element strides of a (batch, head, row, key) table; 0 along an axis that it is broadcast over.
@@ -201,7 +219,8 @@ struct ModifierParams {
 
 #if !defined(__METAL_VERSION__)
 static_assert(sizeof(RowInterval) == 16);
-static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 14 * 4);
+static_assert(sizeof(EntryRows) == 32);
+static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 16 * 4);
 static_assert(sizeof(ModifierParams) == 3 * 32 + 13 * 8 + 14 * 4 + 8);
 }  // namespace flashattn::metal::abi
 #endif

@@ -5,6 +5,7 @@
 //     dS^T = exp2(c S^T - L log2 e) * (dP^T - delta)      four lanes per key
 //     dK += dS^T Q
 //   dK *= scale
+#include "entries.h"
 #include "modifiers.h"
 #include "tile.h"
 
@@ -30,7 +31,7 @@ void key_row_gradient(threadgroup float* key_scores, threadgroup const float* ke
 }
 
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta: contiguous
-// (batch, query_heads, seqlen_q); the options' arguments as modifiers.h says.
+// (batch, query_heads, table_rows); the options' arguments as modifiers.h says.
 template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_q>
 [[kernel]] void backward_dk(
     device const T* query [[buffer(kBufferQuery)]], device const T* key [[buffer(kBufferKey)]],
@@ -39,7 +40,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
     device const float* delta [[buffer(kBufferDelta)]], device T* dk [[buffer(kBufferDk)]],
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
     constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
-    uint threadgroup_index [[threadgroup_position_in_grid]],
+    FLASHATTN_ENTRY_ARGUMENT, uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = block_k / kFragment * kSimdWidth;
@@ -62,7 +63,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   const uint first_key = task / head_tasks * block_k;
   const uint b = task % head_tasks / params.kv_heads;
   const uint kv_head = task % params.kv_heads;
-  const uint valid_keys = min(block_k, params.seqlen_k - first_key);
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && first_key >= entry.seqlen_k) return;
+  const uint valid_keys = min(block_k, entry.seqlen_k - first_key);
 
   threadgroup float* own_scores = scores + simdgroup * kFragment * score_stride;
   threadgroup float* own_dp = dp + simdgroup * kFragment * score_stride;
@@ -70,21 +73,21 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
   const uint key_index = first_key + simdgroup * kFragment + at.row;
-  const Range rows = rows_of_key(interval, params.seqlen_q, key_index);
+  const Range rows = rows_of_key(interval, entry.seqlen_q, key_index);
   const float scale = pair_scale(params.scale, params.scale_log2e);
-  const Range block_rows = rows_of_keys(interval, params.seqlen_q, first_key, block_k);
+  const Range block_rows = rows_of_keys(interval, entry.seqlen_q, first_key, block_k);
 
   simdgroup_float8x8 K[head_tile / kFragment];
   simdgroup_float8x8 V[value_tile / kFragment];
   simdgroup_float8x8 dK[head_tile / kFragment];
   stage_rows<block_k, head_tile, threads>(arena, head_tile,
-                                          row_pointer(key, params.key, b, kv_head, first_key),
+                                          key_pointer(key, params.key, entry, kv_head, first_key),
                                           params.key, valid_keys, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(K, arena + simdgroup * kFragment * head_tile, head_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   stage_rows<block_k, value_tile, threads>(
-      arena, value_tile, row_pointer(value, params.value, b, kv_head, first_key), params.value,
+      arena, value_tile, key_pointer(value, params.value, entry, kv_head, first_key), params.value,
       valid_keys, params.value_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(V, arena + simdgroup * kFragment * value_tile, value_tile);
@@ -95,25 +98,25 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   for (uint g = 0; g < params.heads_per_kv; ++g) {
     const uint h = kv_head * params.heads_per_kv + g;
     const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
-    const FLASHATTN_INT64 delta_row =
-        (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
+    const FLASHATTN_INT64 delta_row = table_index(params, entry, h);
     for (uint i = uint(block_rows.begin) / block_q * block_q; int(i) < block_rows.end;
          i += block_q) {
       if (has_mask && mask_tile_class(modifiers, mask_tiles, b, h, i, first_key) == kMaskTileNone) {
         continue;
       }
-      const uint valid_rows = min(block_q, params.seqlen_q - i);
+      const uint valid_rows = min(block_q, entry.seqlen_q - i);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool bad = stage_rows<block_q, head_tile, threads>(
-          Q, query_stride, row_pointer(query, params.query, b, h, i), params.query, valid_rows,
-          params.head_dim, thread_index);
-      stage_rows<block_q, value_tile, threads>(dO, dout_stride,
-                                               row_pointer(dout, params.dout, b, h, i), params.dout,
-                                               valid_rows, params.value_dim, thread_index);
+          Q, query_stride, query_pointer(query, params.query, entry, h, i), params.query,
+          valid_rows, params.head_dim, thread_index);
+      stage_rows<block_q, value_tile, threads>(
+          dO, dout_stride, query_pointer(dout, params.dout, entry, h, i), params.dout, valid_rows,
+          params.value_dim, thread_index);
       if (thread_index < block_q) {
         const bool valid = thread_index < valid_rows;
         column_lse[thread_index] =
-            valid ? exponent_of_lse(lse[scalar_index(params.lse, b, h, i + thread_index)]) : 0.0f;
+            valid ? exponent_of_lse(lse[query_index(params.lse, entry, h, i + thread_index)])
+                  : 0.0f;
         column_delta[thread_index] = valid ? delta[delta_row + i + thread_index] : 0.0f;
       }
       const bool any_bad = simd_any(bad);
@@ -150,7 +153,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(dK, arena + simdgroup * kFragment * head_tile, head_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_k, head_tile, threads>(row_pointer(dk, params.dk, b, kv_head, first_key),
+  write_rows<block_k, head_tile, threads>(key_pointer(dk, params.dk, entry, kv_head, first_key),
                                           params.dk, arena, head_tile, valid_keys, params.head_dim,
                                           accumulate_dk, thread_index);
 }

@@ -7,6 +7,7 @@
 //     P = exp2(c S - L log2 e);  dS = P * (dP - delta)      four lanes per row
 //     dQ += dS K
 //   dQ *= scale
+#include "entries.h"
 #include "modifiers.h"
 #include "tile.h"
 
@@ -43,7 +44,7 @@ float query_row_gradient(threadgroup float* row_scores, threadgroup const float*
 }
 
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta: contiguous
-// (batch, query_heads, seqlen_q), as slope_rows; the options' arguments as modifiers.h says.
+// (batch, query_heads, table_rows), as slope_rows; the options' arguments as modifiers.h says.
 template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_k>
 [[kernel]] void backward_dq(
     device const T* query [[buffer(kBufferQuery)]], device const T* key [[buffer(kBufferKey)]],
@@ -53,7 +54,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
     constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
     device float* slope_rows [[buffer(kBufferSlopeRows), function_constant(writes_slope_rows)]],
-    uint threadgroup_index [[threadgroup_position_in_grid]],
+    FLASHATTN_ENTRY_ARGUMENT, uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = block_q / kFragment * kSimdWidth;
@@ -76,7 +77,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   const uint b = task % head_tasks / params.query_heads;
   const uint h = task % params.query_heads;
   const uint kv_head = h / params.heads_per_kv;
-  const uint valid_rows = min(block_q, params.seqlen_q - first_row);
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && first_row >= entry.seqlen_q) return;
+  const uint valid_rows = min(block_q, entry.seqlen_q - first_row);
 
   threadgroup float* own_scores = scores + simdgroup * kFragment * score_stride;
   threadgroup float* own_dp = dp + simdgroup * kFragment * score_stride;
@@ -85,15 +88,15 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   const RowInterval interval = row_intervals[b];
   const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
   const float scale = pair_scale(params.scale, params.scale_log2e);
-  const FLASHATTN_INT64 head_rows = (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
+  const FLASHATTN_INT64 head_rows = table_index(params, entry, h);
   QueryRow row;
   row.i = first_row + simdgroup * kFragment + at.row;
-  row.keys = keys_of_row(interval, params.seqlen_q, row.i);
+  row.keys = keys_of_row(interval, entry.seqlen_q, row.i);
   row.lse = 0.0f;
   row.delta = 0.0f;
-  const Range block_keys = keys_of_rows(interval, params.seqlen_q, first_row, block_q);
-  if (row.i < params.seqlen_q) {
-    row.lse = exponent_of_lse(lse[scalar_index(params.lse, b, h, row.i)]);
+  const Range block_keys = keys_of_rows(interval, entry.seqlen_q, first_row, block_q);
+  if (row.i < entry.seqlen_q) {
+    row.lse = exponent_of_lse(lse[query_index(params.lse, entry, h, row.i)]);
     row.delta = delta[head_rows + row.i];
   }
   if (row.lse == -INFINITY) row.keys.end = 0;  // a row without weights has no gradient
@@ -103,13 +106,13 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   simdgroup_float8x8 dO[value_tile / kFragment];
   simdgroup_float8x8 dQ[head_tile / kFragment];
   stage_rows<block_q, head_tile, threads>(arena, head_tile,
-                                          row_pointer(query, params.query, b, h, first_row),
+                                          query_pointer(query, params.query, entry, h, first_row),
                                           params.query, valid_rows, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(Q, arena + simdgroup * kFragment * head_tile, head_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   stage_rows<block_q, value_tile, threads>(arena, value_tile,
-                                           row_pointer(dout, params.dout, b, h, first_row),
+                                           query_pointer(dout, params.dout, entry, h, first_row),
                                            params.dout, valid_rows, params.value_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(dO, arena + simdgroup * kFragment * value_tile, value_tile);
@@ -124,11 +127,11 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     const uint valid_keys = min(block_k, uint(interval.key_limit) - j);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const bool bad = stage_rows<block_k, head_tile, threads>(
-        K, key_stride, row_pointer(key, params.key, b, kv_head, j), params.key, valid_keys,
+        K, key_stride, key_pointer(key, params.key, entry, kv_head, j), params.key, valid_keys,
         params.head_dim, thread_index);
     stage_rows<block_k, value_tile, threads>(
-        V, value_stride, row_pointer(value, params.value, b, kv_head, j), params.value, valid_keys,
-        params.value_dim, thread_index);
+        V, value_stride, key_pointer(value, params.value, entry, kv_head, j), params.value,
+        valid_keys, params.value_dim, thread_index);
     const bool any_bad = simd_any(bad);
     if (lane == 0) non_finite[simdgroup] = any_bad ? 1u : 0u;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -160,13 +163,13 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
 
   if (writes_slope_rows) {
     slope_sum = row_sum4(slope_sum);
-    if (at.quarter == 0 && row.i < params.seqlen_q) slope_rows[head_rows + row.i] = slope_sum;
+    if (at.quarter == 0 && row.i < entry.seqlen_q) slope_rows[head_rows + row.i] = slope_sum;
   }
   scale_strip(dQ, params.scale);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(dQ, arena + simdgroup * kFragment * head_tile, head_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_q, head_tile, threads>(row_pointer(dq, params.dq, b, h, first_row), params.dq,
-                                          arena, head_tile, valid_rows, params.head_dim,
+  write_rows<block_q, head_tile, threads>(query_pointer(dq, params.dq, entry, h, first_row),
+                                          params.dq, arena, head_tile, valid_rows, params.head_dim,
                                           accumulate_dq, thread_index);
 }

@@ -4,6 +4,7 @@
 //   for each query head of the group, for each block of block_q rows:
 //     S^T = K Q^T;  P^T = exp2(c S^T - L log2 e)      four lanes per key
 //     dV += P^T dO
+#include "entries.h"
 #include "modifiers.h"
 #include "tile.h"
 
@@ -35,7 +36,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
     device T* dv [[buffer(kBufferDv)]],
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
     constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
-    uint threadgroup_index [[threadgroup_position_in_grid]],
+    FLASHATTN_ENTRY_ARGUMENT, uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = block_k / kFragment * kSimdWidth;
@@ -56,21 +57,23 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   const uint first_key = task / head_tasks * block_k;
   const uint b = task % head_tasks / params.kv_heads;
   const uint kv_head = task % params.kv_heads;
-  const uint valid_keys = min(block_k, params.seqlen_k - first_key);
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && first_key >= entry.seqlen_k) return;
+  const uint valid_keys = min(block_k, entry.seqlen_k - first_key);
 
   threadgroup float* own_scores = scores + simdgroup * kFragment * score_stride;
   threadgroup uint* own_visible = visible + simdgroup * kFragment;
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
   const uint key_index = first_key + simdgroup * kFragment + at.row;
-  const Range rows = rows_of_key(interval, params.seqlen_q, key_index);
+  const Range rows = rows_of_key(interval, entry.seqlen_q, key_index);
   const float scale = pair_scale(params.scale, params.scale_log2e);
-  const Range block_rows = rows_of_keys(interval, params.seqlen_q, first_key, block_k);
+  const Range block_rows = rows_of_keys(interval, entry.seqlen_q, first_key, block_k);
 
   simdgroup_float8x8 K[head_tile / kFragment];
   simdgroup_float8x8 dV[value_tile / kFragment];
   stage_rows<block_k, head_tile, threads>(arena, head_tile,
-                                          row_pointer(key, params.key, b, kv_head, first_key),
+                                          key_pointer(key, params.key, entry, kv_head, first_key),
                                           params.key, valid_keys, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(K, arena + simdgroup * kFragment * head_tile, head_tile);
@@ -86,18 +89,18 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
       if (has_mask && mask_tile_class(modifiers, mask_tiles, b, h, i, first_key) == kMaskTileNone) {
         continue;
       }
-      const uint valid_rows = min(block_q, params.seqlen_q - i);
+      const uint valid_rows = min(block_q, entry.seqlen_q - i);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_rows<block_q, head_tile, threads>(
-          Q, query_stride, row_pointer(query, params.query, b, h, i), params.query, valid_rows,
-          params.head_dim, thread_index);
+          Q, query_stride, query_pointer(query, params.query, entry, h, i), params.query,
+          valid_rows, params.head_dim, thread_index);
       const bool bad = stage_rows<block_q, value_tile, threads>(
-          dO, dout_stride, row_pointer(dout, params.dout, b, h, i), params.dout, valid_rows,
+          dO, dout_stride, query_pointer(dout, params.dout, entry, h, i), params.dout, valid_rows,
           params.value_dim, thread_index);
       if (thread_index < block_q) {
         column_lse[thread_index] =
             thread_index < valid_rows
-                ? exponent_of_lse(lse[scalar_index(params.lse, b, h, i + thread_index)])
+                ? exponent_of_lse(lse[query_index(params.lse, entry, h, i + thread_index)])
                 : 0.0f;
       }
       const bool any_bad = simd_any(bad);
@@ -130,7 +133,7 @@ template <typename T, uint head_tile, uint value_tile, uint block_k, uint block_
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(dV, arena + simdgroup * kFragment * value_tile, value_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_k, value_tile, threads>(row_pointer(dv, params.dv, b, kv_head, first_key),
+  write_rows<block_k, value_tile, threads>(key_pointer(dv, params.dv, entry, kv_head, first_key),
                                            params.dv, arena, value_tile, valid_keys,
                                            params.value_dim, accumulate_dv, thread_index);
 }

@@ -1,17 +1,18 @@
 // delta = rowsum(dout * out) - dlse, one simdgroup per query row: what every score gradient of the
 // row subtracts.
+#include "entries.h"
 #include "tile.h"
 
 constant bool has_dlse [[function_constant(kConstantHasDlse)]];
 
 // out, dout: (batch, row, head, dim) by params' strides; dlse: (batch, head, row); delta:
-// contiguous (batch, query_heads, seqlen_q).
+// contiguous (batch, query_heads, table_rows).
 template <typename T, uint rows>
 [[kernel]] void delta_rows(device const T* out [[buffer(kBufferOut)]],
                            device const T* dout [[buffer(kBufferDout)]],
                            device const float* dlse
                            [[buffer(kBufferDlse), function_constant(has_dlse)]],
-                           device float* delta [[buffer(kBufferDelta)]],
+                           device float* delta [[buffer(kBufferDelta)]], FLASHATTN_ENTRY_ARGUMENT,
                            constant AttentionParams& params [[buffer(kBufferParams)]],
                            uint threadgroup_index [[threadgroup_position_in_grid]],
                            uint lane [[thread_index_in_simdgroup]],
@@ -21,15 +22,16 @@ template <typename T, uint rows>
   const uint b = task / blocks / params.query_heads;
   const uint h = task / blocks % params.query_heads;
   const uint i = task % blocks * rows + simdgroup;
-  if (i >= params.seqlen_q) return;
-  device const T* out_row = row_pointer(out, params.out, b, h, i);
-  device const T* dout_row = row_pointer(dout, params.dout, b, h, i);
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (i >= entry.seqlen_q) return;
+  device const T* out_row = query_pointer(out, params.out, entry, h, i);
+  device const T* dout_row = query_pointer(dout, params.dout, entry, h, i);
   float sum = 0.0f;
   for (uint d = lane; d < params.value_dim; d += kSimdWidth) {
     sum += to_float(out_row[FLASHATTN_INT64(d) * params.out.dim]) *
            to_float(dout_row[FLASHATTN_INT64(d) * params.dout.dim]);
   }
   sum = simdgroup_total(sum);
-  if (has_dlse) sum -= dlse[scalar_index(params.dlse, b, h, i)];
-  if (lane == 0) delta[(FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q + i] = sum;
+  if (has_dlse) sum -= dlse[query_index(params.dlse, entry, h, i)];
+  if (lane == 0) delta[table_index(params, entry, h) + i] = sum;
 }

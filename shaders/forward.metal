@@ -14,6 +14,7 @@
 // scores, S is in natural units instead, as modifiers.h makes it, and c = log2(e). A sink is where
 // m and l start. Dropout multiplies P on its way to V and leaves l alone.
 #include "modifiers.h"
+#include "pages.h"
 #include "tile.h"
 
 // What turns the scores that softmax_step meets into exponents of 2.
@@ -83,6 +84,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
     constant AttentionParams& params [[buffer(kBufferParams)]], FLASHATTN_MODIFIER_ARGUMENTS,
     device const float* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
+    FLASHATTN_ENTRY_ARGUMENT,
+    device const uint* block_table [[buffer(kBufferBlockTable), function_constant(is_paged)]],
     uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -107,7 +110,9 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   const uint b = task % head_tasks / params.query_heads;
   const uint h = task % params.query_heads;
   const uint kv_head = h / params.heads_per_kv;
-  const uint valid_rows = min(block_q, params.seqlen_q - first_row);
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && first_row >= entry.seqlen_q) return;
+  const uint valid_rows = min(block_q, entry.seqlen_q - first_row);
 
   threadgroup float* own_scores = scores + simdgroup * kFragment * score_stride;
   threadgroup float* own_scratch = scratch + simdgroup * kFragmentSize;
@@ -115,14 +120,14 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   const LaneRow at = lane_row(lane);
   const RowInterval interval = row_intervals[b];
   const uint row = first_row + simdgroup * kFragment + at.row;
-  const Range keys = keys_of_row(interval, params.seqlen_q, row);
+  const Range keys = keys_of_row(interval, entry.seqlen_q, row);
   const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
-  const Range block_keys = keys_of_rows(interval, params.seqlen_q, first_row, block_q);
+  const Range block_keys = keys_of_rows(interval, entry.seqlen_q, first_row, block_q);
 
   simdgroup_float8x8 Q[head_tile / kFragment];
   simdgroup_float8x8 O[value_tile / kFragment];
   stage_rows<block_q, head_tile, threads>(arena, head_tile,
-                                          row_pointer(query, params.query, b, h, first_row),
+                                          query_pointer(query, params.query, entry, h, first_row),
                                           params.query, valid_rows, params.head_dim, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   load_strip(Q, arena + simdgroup * kFragment * head_tile, head_tile);
@@ -144,11 +149,10 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
     }
     const uint valid_keys = min(block_k, uint(interval.key_limit) - j);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_rows<block_k, head_tile, threads>(K, key_stride,
-                                            row_pointer(key, params.key, b, kv_head, j), params.key,
-                                            valid_keys, params.head_dim, thread_index);
-    const bool bad = stage_rows<block_k, value_tile, threads>(
-        V, value_stride, row_pointer(value, params.value, b, kv_head, j), params.value, valid_keys,
+    stage_keys<block_k, head_tile, threads>(K, key_stride, key, params.key, entry, block_table,
+                                            kv_head, j, valid_keys, params.head_dim, thread_index);
+    const bool bad = stage_keys<block_k, value_tile, threads>(
+        V, value_stride, value, params.value, entry, block_table, kv_head, j, valid_keys,
         params.value_dim, thread_index);
     const bool any_bad = simd_any(bad);
     if (lane == 0) non_finite[simdgroup] = any_bad ? 1u : 0u;
@@ -181,14 +185,14 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   // A row that saw no key has l = 0: its output is 0 and its log-sum-exp -inf.
   const bool dead = row_sum == 0.0f;
   scale_rows(O, dead ? 0.0f : 1.0f / row_sum, own_scratch, lane);
-  if (at.quarter == 0 && row < params.seqlen_q) {
-    lse[scalar_index(params.lse, b, h, row)] =
+  if (at.quarter == 0 && row < entry.seqlen_q) {
+    lse[query_index(params.lse, entry, h, row)] =
         dead ? -INFINITY : fma(units.scale, row_max, log(row_sum));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_strip(O, arena + simdgroup * kFragment * value_tile, value_tile);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  write_rows<block_q, value_tile, threads>(row_pointer(out, params.out, b, h, first_row),
+  write_rows<block_q, value_tile, threads>(query_pointer(out, params.out, entry, h, first_row),
                                            params.out, arena, value_tile, valid_rows,
                                            params.value_dim, false, thread_index);
 }

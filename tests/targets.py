@@ -31,7 +31,7 @@ import reference_packed
 
 NOT_IMPLEMENTED: dict[str, frozenset[str]] = {
     "cpu": frozenset(),
-    "metal": frozenset({"attention_kvcache", "attention_varlen", "attention_varlen_backward"}),
+    "metal": frozenset(),
     "oracle": frozenset(),
 }
 # Functions of the public API that are not there yet: they are absent, or raise NotImplementedError.

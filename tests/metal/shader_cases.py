@@ -26,6 +26,7 @@ SUM_KERNELS = ("slope_gradient", "sink_gradient")
 OPTION_KERNELS = ("mask_gradient", *SUM_KERNELS)
 KEY_SIDE = ("backward_dv", "backward_dk", "backward_dkv")
 CONSTANT_ACCUMULATE, CONSTANT_HAS_DLSE = 0, 1
+CONSTANT_IS_RAGGED, CONSTANT_IS_PAGED = 12, 13
 
 
 class Strides(ctypes.Structure):
@@ -50,13 +51,16 @@ class Params(ctypes.Structure):
         ("first_block", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
         ("max_slack", ctypes.c_float),
+        ("table_rows", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     ]
 
 
 SLOTS = [
     *("query", "key", "value", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv"),
     *("row_intervals", "params", "modifiers", "mask", "mask_tiles", "alibi_slopes", "row_shifts"),
-    *("sinks", "dmask", "dalibi_slopes", "dsinks", "slope_rows", "status"),
+    *("sinks", "dmask", "dalibi_slopes", "dsinks", "slope_rows", "status", "entries"),
+    "block_table",
 ]
 
 
@@ -173,11 +177,15 @@ def staged(case: Case, kernel: str) -> Launch:
 
 def constants_of(case: Case, kernel: str) -> dict[int, bool]:
     """Those that the kernel declares."""
+    own = {} if kernel == "mask_gradient" else {CONSTANT_IS_RAGGED: False}
     if kernel in SUM_KERNELS:
-        return {}
+        return own
     if kernel == "delta":
-        return {CONSTANT_HAS_DLSE: False}
-    own = {CONSTANT_ACCUMULATE: False} if kernel.startswith("backward") else {}
+        return own | {CONSTANT_HAS_DLSE: False}
+    if kernel == "forward":
+        own |= {CONSTANT_IS_PAGED: False}
+    if kernel.startswith("backward"):
+        own |= {CONSTANT_ACCUMULATE: False}
     return own | function_constants(case.options)
 
 
@@ -303,6 +311,7 @@ def make_params(case: Case) -> Params:
     p.batch, p.seqlen_q, p.seqlen_k = case.batch, case.seqlen_q, case.seqlen_k
     p.head_dim, p.value_dim = case.head_dim, case.value_dim
     p.blocks = 1  # enough for one threadgroup of a register kernel; run_register counts them
+    p.table_rows = case.seqlen_q
     p.scale = case.factor
     p.scale_log2e = case.factor * np.log2(np.e)
     return p

@@ -45,9 +45,9 @@ struct AttentionProblem {
   std::int64_t q_offset = 0;
   std::int64_t k_offset = 0;
   bool kv_lengths = false;
-  bool packed = false;  // sequences one behind the other, total_q and total_k rows of them
-  std::int64_t total_q = 0;
-  std::int64_t total_k = 0;
+  bool packed = false;         // sequences one behind the other
+  std::int64_t total_q = 0;    // rows of query if it is packed
+  std::int64_t total_k = 0;    // rows of key if it is packed, or of all pages
   std::int64_t page_size = 0;  // 0: keys are not paged
   bool kv_starts = false;
   bool kv_batch_index = false;

@@ -56,7 +56,7 @@ void read_sequences(const Checks& check, const AttentionInputs& in, std::int64_t
   }
   problem.packed = true;
   problem.total_q = in.query.shape[0];
-  problem.total_k = problem.page_size == 0 ? in.key.shape[0] : 0;
+  if (problem.page_size == 0) problem.total_k = in.key.shape[0];
   problem.seqlen_q = read_cu_seqlens(check, rows, problem.total_q);
   problem.seqlen_k = read_cu_seqlens(check, keys, key_rows);
   check.equal("cu_seqlens_k.length", keys.view.shape[0], "cu_seqlens_q.length", rows.view.shape[0]);
@@ -78,6 +78,7 @@ std::int64_t read_table_shape(const Checks& check, const AttentionInputs& in,
   check.rank(table, 2);
   problem.page_size = in.key.shape[1];
   if (problem.page_size < 1) check.fail_value("key.page_size", "0", "be at least 1");
+  problem.total_k = in.key.shape[0] * problem.page_size;
   return table.view.shape[1] * problem.page_size;
 }
 

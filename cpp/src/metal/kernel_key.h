@@ -47,6 +47,8 @@ struct KernelKey {
   int block_columns = 0;  // rows of the other side it takes per step; 0 for delta and the sums
   bool accumulate = false;
   bool has_dlse = false;
+  bool ragged = false;  // rows lie where EntryRows says
+  bool paged = false;   // forward: keys lie in pages
   KernelOptions options{};
 
   bool operator==(const KernelKey&) const = default;

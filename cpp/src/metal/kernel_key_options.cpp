@@ -49,8 +49,10 @@ std::vector<Binding> plain_bindings(const KernelKey& key) {
 }  // namespace
 
 std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
-  if (key.kind == KernelKind::kDelta) return {{abi::kConstantHasDlse, key.has_dlse}};
-  if (!has_options(key.kind)) return {};
+  if (key.kind == KernelKind::kDelta) {
+    return {{abi::kConstantHasDlse, key.has_dlse}, {abi::kConstantIsRagged, key.ragged}};
+  }
+  if (!has_options(key.kind)) return {{abi::kConstantIsRagged, key.ragged}};
   const KernelOptions& options = key.options;
   std::vector<FunctionConstantValue> values = {
       {abi::kConstantHasModifiers, options.any()},
@@ -62,6 +64,11 @@ std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
       {abi::kConstantMaskIsBfloat, options.mask == DType::kBFloat16},
       {abi::kConstantHasSinks, options.sinks},
       {abi::kConstantHasDropout, options.dropout}};
+  // A mask's gradient is that of a dense mask, which ragged sequences cannot have.
+  if (key.kind != KernelKind::kMaskGradient) {
+    values.push_back({abi::kConstantIsRagged, key.ragged});
+  }
+  if (key.kind == KernelKind::kForward) values.push_back({abi::kConstantIsPaged, key.paged});
   if (is_backward_product(key.kind)) values.push_back({abi::kConstantAccumulate, key.accumulate});
   if (key.kind == KernelKind::kBackwardDq) {
     values.push_back({abi::kConstantSlopeGradient, options.slope_gradient});
@@ -79,6 +86,8 @@ std::vector<Binding> bindings(const KernelKey& key) {
   add(key.options.alibi, {{abi::kBufferAlibiSlopes}, {abi::kBufferRowShifts}});
   add(key.options.sinks, {{abi::kBufferSinks}});
   add(key.options.slope_gradient, {{abi::kBufferSlopeRows, true}});
+  add(key.ragged, {{abi::kBufferEntries}});
+  add(key.paged, {{abi::kBufferBlockTable}});
   return used;
 }
 
@@ -94,6 +103,8 @@ std::string to_string(const KernelKey& key) {
   };
   add(key.accumulate, "accumulate");
   add(key.has_dlse, "dlse");
+  add(key.ragged, "ragged");
+  add(key.paged, "paged");
   add(key.options.softcap, "softcap");
   add(key.options.alibi, "alibi");
   if (key.options.mask) add(true, std::string(dtype_name(*key.options.mask)) + "_mask");

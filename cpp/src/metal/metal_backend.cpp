@@ -1,6 +1,7 @@
 // The Metal backend: binds a call's tensors, asks the schedule for dispatches and runs them. Which
 // problems it can do is schedule.h's answer; how a kernel works is in shaders/.
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -89,6 +90,12 @@ BoundBuffer table_of(const std::vector<Item>& items, CallBuffers* buffers) {
 void bind_tables(const Schedule& schedule, const AttentionProblem& problem, const TensorView& mask,
                  CallBuffers* buffers, SlotTable* slots) {
   (*slots)[abi::kBufferRowIntervals] = table_of(schedule.row_intervals, buffers);
+  if (!schedule.entries.empty()) {
+    (*slots)[abi::kBufferEntries] = table_of(schedule.entries, buffers);
+  }
+  if (!schedule.block_table.empty()) {
+    (*slots)[abi::kBufferBlockTable] = table_of(schedule.block_table, buffers);
+  }
   if (problem.alibi) (*slots)[abi::kBufferRowShifts] = table_of(schedule.row_shifts, buffers);
   if (mask) {
     (*slots)[abi::kBufferMaskTiles] = table_of(mask_table(problem, host_view(mask)), buffers);
@@ -100,6 +107,21 @@ void bind_tables(const Schedule& schedule, const AttentionProblem& problem, cons
 
 void fill_zero(const TensorView& view) {
   if (view) strided_zero(host_view(view));
+}
+
+// Rows of packed tensors that no sequence owns: no kernel writes them.
+void fill_slack(const AttentionProblem& problem, const ForwardTensors& t) {
+  if (!problem.packed) return;
+  fill_zero(rows_past(t.out, 1, t.inputs.cu_seqlens_q));
+  strided_fill(host_view(rows_past(t.lse, 2, t.inputs.cu_seqlens_q)),
+               -std::numeric_limits<float>::infinity());
+}
+
+void fill_slack(const AttentionProblem& problem, const BackwardTensors& t) {
+  if (!problem.packed) return;
+  fill_zero(rows_past(t.dq, 1, t.inputs.cu_seqlens_q));
+  fill_zero(rows_past(t.dk, 1, t.inputs.cu_seqlens_k));
+  fill_zero(rows_past(t.dv, 1, t.inputs.cu_seqlens_k));
 }
 
 class MetalBackend : public Backend {
@@ -151,9 +173,25 @@ Support MetalBackend::available() const {
 }
 
 std::vector<std::string> MetalBackend::features() const {
-  return {"forward",   "backward", "float32",      "float16",  "bfloat16", "gqa",
-          "value_dim", "causal",   "window",       "q_offset", "k_offset", "kv_lengths",
-          "mask",      "softcap",  "alibi_slopes", "sinks",    "dropout_p"};
+  return {"forward",
+          "backward",
+          "float32",
+          "float16",
+          "bfloat16",
+          "gqa",
+          "value_dim",
+          "causal",
+          "window",
+          "q_offset",
+          "k_offset",
+          "kv_lengths",
+          "mask",
+          "softcap",
+          "alibi_slopes",
+          "sinks",
+          "dropout_p",
+          "attention_varlen",
+          "attention_kvcache"};
 }
 
 Support MetalBackend::supports(const AttentionProblem& problem) const {
@@ -164,7 +202,7 @@ Support MetalBackend::supports(const AttentionProblem& problem) const {
 }
 
 void MetalBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
-  if (is_empty(problem)) return;
+  if (is_empty(problem)) return fill_slack(problem, tensors);
   const AutoreleaseScope scope;
   Session* here = session();
   CallBuffers buffers = call_buffers(here);
@@ -176,6 +214,7 @@ void MetalBackend::forward(const AttentionProblem& problem, const ForwardTensors
   bind_tables(schedule, problem, bound.inputs.mask, &buffers, &slots);
   run_schedule(here->device, here->pipelines, schedule, slots);
   buffers.finish();
+  fill_slack(problem, tensors);
 }
 
 void MetalBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
@@ -200,6 +239,7 @@ void MetalBackend::backward(const AttentionProblem& problem, const BackwardTenso
   bind_tables(schedule, problem, bound.inputs.mask, &buffers, &slots);
   run_schedule(here->device, here->pipelines, schedule, slots);
   buffers.finish();
+  fill_slack(problem, tensors);
 }
 
 CopyStats MetalBackend::copy_stats(bool reset) {

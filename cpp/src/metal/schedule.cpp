@@ -27,6 +27,8 @@ abi::AttentionParams size_params(const AttentionProblem& problem) {
   params.value_dim = static_cast<std::uint32_t>(problem.value_dim);
   params.scale = problem.scale;
   params.scale_log2e = problem.scale * std::numbers::log2e_v<float>;
+  params.table_rows =
+      static_cast<std::uint32_t>(problem.packed ? problem.total_q : problem.seqlen_q);
   return params;
 }
 
@@ -45,6 +47,8 @@ KernelKey product_key(KernelKind kind, const AttentionProblem& problem, const Ge
           .value_tile = geometry.value_tile,
           .block_rows = geometry.block_rows,
           .block_columns = geometry.block_columns,
+          .ragged = problem.ragged() && kind != KernelKind::kMaskGradient,
+          .paged = problem.page_size != 0,
           .options = kernel_options(kind, problem)};
 }
 
@@ -59,7 +63,8 @@ double threadgroup_flops(const Geometry& geometry, std::int64_t visited, int hea
 
 // dq where nobody wants it: its kernel also computes what dalibi_slopes is a sum of.
 TensorView scratch_dq(const AttentionProblem& problem) {
-  return contiguous_view(nullptr, problem.dtype, problem.batch, problem.seqlen_q,
+  const std::int64_t rows = problem.packed ? problem.total_q : problem.seqlen_q;
+  return contiguous_view(nullptr, problem.dtype, problem.packed ? 1 : problem.batch, rows,
                          problem.query_heads, problem.head_dim);
 }
 
@@ -112,7 +117,8 @@ void add_mask_gradient(const AttentionProblem& problem, const Geometry& geometry
 void add_sum(KernelKind kind, const AttentionProblem& problem, std::int64_t sums,
              ScheduleBuilder* builder) {
   const std::int64_t rows = problem.batch * problem.query_heads * problem.seqlen_q;
-  builder->add({.kind = kind, .block_rows = kSumHeads}, blocks_of(sums, kSumHeads),
+  builder->add({.kind = kind, .block_rows = kSumHeads, .ragged = problem.ragged()},
+               blocks_of(sums, kSumHeads),
                2.0 * static_cast<double>(rows) / static_cast<double>(sums) * kSumHeads);
 }
 
@@ -128,6 +134,7 @@ Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors&
       modifier_params(problem,
                       {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}));
   builder.add_visibility(visibility, problem.alibi);
+  builder.add_entries(problem, in);
   builder.add(
       product_key(KernelKind::kForward, problem, geometry),
       problem.batch * problem.query_heads * blocks_of(problem.seqlen_q, geometry.block_rows),
@@ -150,13 +157,17 @@ Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensor
                                                     .dalibi_slopes = tensors.dalibi_slopes,
                                                     .dsinks = tensors.dsinks}));
   builder.add_visibility(visibility, problem.alibi);
+  builder.add_entries(problem, in);
   const std::int64_t heads = problem.batch * problem.query_heads;
-  const std::int64_t row_bytes = heads * problem.seqlen_q * std::int64_t{sizeof(float)};
+  const std::int64_t rows =
+      problem.packed ? problem.query_heads * problem.total_q : heads * problem.seqlen_q;
+  const std::int64_t row_bytes = rows * std::int64_t{sizeof(float)};
   builder.add_scratch(abi::kBufferDelta, row_bytes);
   builder.add({.kind = KernelKind::kDelta,
                .dtype = problem.dtype,
                .block_rows = kDeltaRows,
-               .has_dlse = static_cast<bool>(tensors.dlse)},
+               .has_dlse = static_cast<bool>(tensors.dlse),
+               .ragged = problem.ragged()},
               heads * blocks_of(problem.seqlen_q, kDeltaRows),
               2.0 * kDeltaRows * static_cast<double>(problem.value_dim));
   if (tensors.dsinks) {

@@ -35,15 +35,18 @@ struct Schedule {
   std::vector<Dispatch> dispatches;
   std::vector<abi::RowInterval> row_intervals;  // [batch]
   std::vector<std::int64_t> row_shifts;         // [batch], with ALiBi
+  std::vector<abi::EntryRows> entries;          // [batch], of a ragged call
+  std::vector<std::uint32_t> block_table;       // [batch][max_pages], of a paged one
   std::vector<Scratch> scratch;
 };
 
 // Whether the kernels can do the problem on such a device, and the first reason why not.
 Support supports(const AttentionProblem& problem, const DeviceFacts& facts);
 
-// The passes. Only shapes and strides are read from the tensors; `visibility` has one entry per
-// batch entry. The problem is supported and neither batch, query_heads nor seqlen_q is 0. Backward
-// writes the gradients that are given, but with seqlen_k 0 only dsinks: the others are 0 or empty.
+// The passes. Only shapes and strides are read from the tensors, and the values of the integer
+// arrays that say where entries lie; `visibility` has one entry per batch entry. The problem is
+// supported and neither batch, query_heads nor seqlen_q is 0. Backward writes the gradients that
+// are given, but with seqlen_k 0 only dsinks: the others are 0 or empty.
 Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
                           const std::vector<Visibility>& visibility, const DeviceFacts& facts);
 Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& tensors,

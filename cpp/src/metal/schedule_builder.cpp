@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/make_visibility.h"
 #include "metal/tuning.h"
 
 namespace flashattn::metal {
@@ -27,6 +28,29 @@ void ScheduleBuilder::add_visibility(const std::vector<Visibility>& visibility, 
     schedule_.row_intervals.push_back(row_interval(entry));
     if (alibi) schedule_.row_shifts.push_back(entry.shift);
   }
+}
+
+void ScheduleBuilder::add_entries(const AttentionProblem& problem, const AttentionInputs& inputs) {
+  const auto narrow = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
+  const std::int64_t pages = problem.page_size == 0 ? 0 : inputs.block_table.shape[1];
+  for (const Entry& entry : make_entries(problem, inputs)) {
+    schedule_.entries.push_back({.query_batch = narrow(entry.query.batch),
+                                 .query_row = narrow(entry.query.row),
+                                 .key_batch = narrow(entry.key.batch),
+                                 .key_row = narrow(entry.key.row),
+                                 .seqlen_q = narrow(entry.seqlen_q),
+                                 .seqlen_k = narrow(entry.seqlen_k),
+                                 .first_page = narrow(entry.key.batch * pages),
+                                 .page_rows = narrow(problem.page_size)});
+  }
+  for (std::int64_t b = 0; pages != 0 && b < problem.batch; ++b) {
+    // Numbers past an entry's last page may be anything; no kernel reads them.
+    for (std::int64_t page = 0; page < pages; ++page) {
+      schedule_.block_table.push_back(narrow(read_integer(inputs.block_table, b, page)));
+    }
+  }
+  // A table without a column is bound too.
+  if (problem.page_size != 0) schedule_.block_table.push_back(0);
 }
 
 void ScheduleBuilder::add(const KernelKey& key, std::int64_t total, double flops) {

@@ -22,6 +22,9 @@ class ScheduleBuilder {
   // The rules of each batch entry, as the kernels read them; row shifts for ALiBi alone.
   void add_visibility(const std::vector<Visibility>& visibility, bool alibi);
 
+  // Where each batch entry's rows lie, if the call is ragged.
+  void add_entries(const AttentionProblem& problem, const AttentionInputs& inputs);
+
   // `total` threadgroups of one kernel, each worth `flops`, split where a command buffer is full.
   void add(const KernelKey& key, std::int64_t total, double flops);
 

@@ -34,11 +34,17 @@ std::vector<std::pair<const char*, double>> buffer_sizes(const AttentionProblem&
     for (const std::int64_t n : shape) bytes *= static_cast<double>(n);
     return bytes;
   };
-  const AttentionProblem& p = problem;
+  AttentionProblem p = problem;
+  if (p.packed) {
+    p.batch = 1;
+    p.seqlen_q = p.total_q;
+  }
+  std::int64_t keys = p.batch * p.seqlen_k;
+  if (p.packed || p.page_size != 0) keys = p.total_k;
   std::vector<std::pair<const char*, double>> sizes = {
       {"query", size({p.batch, p.seqlen_q, p.query_heads, p.head_dim}, p.dtype)},
-      {"key", size({p.batch, p.seqlen_k, p.kv_heads, p.head_dim}, p.dtype)},
-      {"value", size({p.batch, p.seqlen_k, p.kv_heads, p.value_dim}, p.dtype)},
+      {"key", size({keys, p.kv_heads, p.head_dim}, p.dtype)},
+      {"value", size({keys, p.kv_heads, p.value_dim}, p.dtype)},
       {"out", size({p.batch, p.seqlen_q, p.query_heads, p.value_dim}, p.dtype)},
       {"lse", size({p.batch, p.query_heads, p.seqlen_q}, DType::kFloat32)}};
   if (p.mask != MaskKind::kNone) {
@@ -57,16 +63,12 @@ Support supports(const AttentionProblem& problem, const DeviceFacts& facts) {
   const auto no = [](std::string reason) {
     return Support{.ok = false, .reason = std::move(reason)};
   };
-  const auto missing = [&](const char* option) {
-    return no(std::string(option) + " is not implemented yet by the metal backend");
-  };
   if (facts.apple_family < 7) return no("simdgroup matrices need Apple GPU family 7 (M1) or later");
-  if (problem.packed) return missing("attention_varlen");
-  if (problem.page_size != 0) return missing("block_table");
-  if (problem.kv_starts) return missing("leftpad");
-  if (problem.kv_batch_index) return missing("cache_batch_idx");
   if (problem.head_dim > kMaxTile || problem.value_dim > kMaxTile) {
     return no("head_dim and value_dim must be at most 256 on the metal backend");
+  }
+  if (problem.total_q >= kMaxLength || problem.total_k >= kMaxLength) {
+    return no("packed sequences and pages must have less than 2^30 rows on the metal backend");
   }
   if (problem.seqlen_q >= kMaxLength || problem.seqlen_k >= kMaxLength) {
     return no("sequences must be shorter than 2^30 on the metal backend");

@@ -127,13 +127,23 @@ void copy_widened(const TensorView& destination, const TensorView& source) {
   copy_converted<double, float>(destination, source, [](float x) { return double{x}; });
 }
 
-void strided_zero(const TensorView& view) {
-  // One zero element seen through strides of 0.
-  std::int64_t zero = 0;
-  TensorView zeros = view;
-  zeros.data = &zero;
-  zeros.stride = {};
-  strided_copy(view, zeros);
+namespace {
+
+// One element seen through strides of 0.
+void fill(const TensorView& view, void* element) {
+  TensorView repeated = view;
+  repeated.data = element;
+  repeated.stride = {};
+  strided_copy(view, repeated);
 }
+
+}  // namespace
+
+void strided_zero(const TensorView& view) {
+  std::int64_t zero = 0;
+  fill(view, &zero);
+}
+
+void strided_fill(const TensorView& view, float value) { fill(view, &value); }
 
 }  // namespace flashattn::metal

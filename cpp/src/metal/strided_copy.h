@@ -32,4 +32,7 @@ void copy_widened(const TensorView& destination, const TensorView& source);
 // Writes zero to every element.
 void strided_zero(const TensorView& view);
 
+// Writes `value` to every element of a float32 view.
+void strided_fill(const TensorView& view, float value);
+
 }  // namespace flashattn::metal
