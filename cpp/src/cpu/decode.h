@@ -35,11 +35,15 @@ FLASHATTN_INLINE TileRows contiguous_block(const Rows& rows, Interval block, std
   constexpr std::ptrdiff_t item = dtype == DType::kFloat32 ? 4 : 2;
   const std::ptrdiff_t row_bytes = decode_padded(dim) * item;
   char* to = reinterpret_cast<char*>(copy);
-  for (std::int64_t k = block.begin; k < block.end; ++k, to += row_bytes) {
+  const char* table[kDecodeBlockKeys];
+  const std::int64_t count = block.end - block.begin;
+  if (rows.pages != nullptr) list_paged_rows(rows, block.begin, block.end - 1, count, table);
+  for (std::int64_t k = 0; k < count; ++k, to += row_bytes) {
+    const char* const row = rows.pages != nullptr ? table[k] : rows.row(block.begin + k);
     if (rows.contiguous_rows()) {
-      __builtin_memcpy(to, rows.row(k), static_cast<std::size_t>(dim * item));
+      __builtin_memcpy(to, row, static_cast<std::size_t>(dim * item));
     } else {
-      copy_strided<dtype>(rows.row(k), rows.dim_bytes, to, item, dim);
+      copy_strided<dtype>(row, rows.dim_bytes, to, item, dim);
     }
   }
   return {.base = reinterpret_cast<const char*>(copy), .row_bytes = row_bytes};
@@ -127,16 +131,33 @@ FLASHATTN_INLINE void decode_heads_in_turn(const DecodeChunk& task, const Decode
   }
 }
 
-// Rows of kv heads [heads.begin, heads.end) from a key on.
+// The addresses of a block's keys or values, and of what is fetched after it.
+using DecodeRowTable = const char * [kDecodeBlockKeys + kDecodeKeysAhead];
+
+// Whether the keys of a block can be read in memory order: all of them, or groups of
+// kDecodeValueKeys, lie one stride apart.
+FLASHATTN_INLINE bool in_even_groups(const Rows& rows, Interval block) {
+  return rows.in_one_run(block.begin, block.end) ||
+         (rows.page_rows % kDecodeValueKeys == 0 &&
+          (rows.first_row + block.begin) % kDecodeValueKeys == 0);
+}
+
+// Rows of kv heads [heads.begin, heads.end) in a block of the keys before `last`.
 template <DType dtype>
 FLASHATTN_INLINE HeadRows head_rows_of(const RowTensor& tensor, std::int64_t batch, Interval heads,
-                                       std::int64_t key) {
+                                       Interval block, std::int64_t last, DecodeRowTable& table) {
   constexpr std::int64_t item = dtype == DType::kFloat32 ? 4 : 2;
   const Rows first = rows_of(tensor, dtype, batch, heads.begin);
-  return {.base = first.row(key),
-          .row_bytes = first.row_bytes,
-          .head_bytes = tensor.head_stride * item,
-          .heads = heads.end - heads.begin};
+  HeadRows rows{.base = first.row(block.begin),
+                .row_bytes = first.row_bytes,
+                .head_bytes = tensor.head_stride * item,
+                .heads = heads.end - heads.begin};
+  if (first.pages != nullptr) {
+    const std::int64_t count = block.end - block.begin + kDecodeKeysAhead;
+    list_paged_rows(first, block.begin, last - 1, count, table);
+    rows.table = table;
+  }
+  return rows;
 }
 
 // Whether the heads of a key lie closer together than the keys of a head.
@@ -188,12 +209,16 @@ static void decode_chunk_typed(const DecodeChunk& task) {
       if (mask == TileVisibility::kNone) continue;
       const TileVisibility seen =
           job.visibility[task.batch].tile(0, job.seqlen_q, block.begin, block.end);
-      const bool in_place = key_rows.in_one_run(block.begin, block.end) &&
-                            value_rows.in_one_run(block.begin, block.end);
-      if (linear && in_place && seen == TileVisibility::kAll && mask == TileVisibility::kAll) {
+      // Keys and values have the same places and page sizes.
+      if (linear && in_even_groups(key_rows, block) && seen == TileVisibility::kAll &&
+          mask == TileVisibility::kAll) {
+        DecodeRowTable key_table;
+        DecodeRowTable value_table;
         decode_linear_block<dtype, modified>(
-            first, rows, head_rows_of<dtype>(job.key, task.batch, heads, block.begin),
-            head_rows_of<dtype>(job.value, task.batch, heads, block.begin), block, scratch);
+            first, rows,
+            head_rows_of<dtype>(job.key, task.batch, heads, block, task.key_end, key_table),
+            head_rows_of<dtype>(job.value, task.batch, heads, block, task.key_end, value_table),
+            block, scratch);
       } else {
         decode_heads_in_turn<dtype, modified>(task, shared, heads, block, scratch);
       }

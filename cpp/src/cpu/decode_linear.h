@@ -10,17 +10,25 @@ namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
 // Keys whose values are added up in registers before the next head's turn.
 constexpr std::int64_t kDecodeValueKeys = 8;
+// Keys past a block that LineWalk may come to: a group of values, and one at its end.
+constexpr std::int64_t kDecodeKeysAhead = kDecodeValueKeys + 1;
 
 // Rows of `heads` kv heads. A unit is the row of one key in one head; units are numbered with the
 // head running fastest.
 struct HeadRows {
-  const char* base = nullptr;  // key 0 of head 0
+  const char* base = nullptr;  // key 0 of head 0, where keys lie row_bytes apart
   std::ptrdiff_t row_bytes = 0;
   std::ptrdiff_t head_bytes = 0;
   std::int64_t heads = 0;
+  // Of pages: head 0 of each key, and of kDecodeKeysAhead more for the fetching. Every
+  // kDecodeValueKeys keys lie row_bytes apart.
+  const char* const* table = nullptr;
 
+  FLASHATTN_INLINE const char* key_row(std::int64_t key) const {
+    return table == nullptr ? base + key * row_bytes : table[key];
+  }
   FLASHATTN_INLINE const char* row(std::int64_t key, std::int64_t head) const {
-    return base + key * row_bytes + head * head_bytes;
+    return key_row(key) + head * head_bytes;
   }
 };
 
@@ -48,7 +56,8 @@ FLASHATTN_NOINLINE void decode_linear_scores(const HeadFloats& q, std::int64_t r
   const std::int64_t units = count * keys.heads;
   // Stepped and not computed from (key, head): products of strides would outweigh a short row.
   std::int64_t head = 0;
-  const char* key = keys.base;
+  const char* key = keys.row(0, 0);
+  std::int64_t at = 0;  // the key's number, which only a table needs
   const float* q_head = q.row(0, row);
   float* score = scores.row(0, row);
   const std::ptrdiff_t next_key = keys.row_bytes - keys.heads * keys.head_bytes;
@@ -77,7 +86,7 @@ FLASHATTN_NOINLINE void decode_linear_scores(const HeadFloats& q, std::int64_t r
       score += scores.head_stride;
       if (++head < keys.heads) continue;
       head = 0;
-      key += next_key;
+      key = keys.table == nullptr ? key + next_key : keys.table[++at];
       q_head -= first_q;
       score += next_score;
     }
