@@ -104,6 +104,7 @@ inline abi::AttentionParams make_params(const Problem& p) {
   params.value_dim = static_cast<unsigned>(p.value_dim);
   params.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
   params.scale_log2e = params.scale * 1.44269504f;
+  params.table_rows = static_cast<unsigned>(p.seqlen_q);
   return params;
 }
 
@@ -220,6 +221,7 @@ class Binding {
     set(abi::kBufferAlibiSlopes, std::vector<float>(heads, 0.0f), Storage::kFloat32);
     buffers_[abi::kBufferRowShifts] = std::make_unique<Buffer>(
         bytes_of(std::vector<std::int64_t>(p.batch, std::int64_t{p.shift()})));
+    set_entries(p);
     set(abi::kBufferSinks, std::vector<float>(heads, sink), Storage::kFloat32);
     set(abi::kBufferDmask, nans, Storage::kFloat32);
     set(abi::kBufferDalibiSlopes, std::vector<float>(heads, nans[0]), Storage::kFloat32);
@@ -228,6 +230,21 @@ class Binding {
     set(abi::kBufferSlopeRows,
         sums_rows ? narrow(r.slope_rows.value) : std::vector<float>(rows, nans[0]),
         Storage::kFloat32);
+  }
+
+  // Entries that say what holds without them, so that reading them changes no result; no pages.
+  void set_entries(const Problem& p) {
+    std::vector<abi::EntryRows> entries;
+    for (int b = 0; b < p.batch; ++b) {
+      abi::EntryRows entry{};
+      entry.query_batch = entry.key_batch = static_cast<unsigned>(b);
+      entry.seqlen_q = static_cast<unsigned>(p.seqlen_q);
+      entry.seqlen_k = static_cast<unsigned>(p.seqlen_k);
+      entries.push_back(entry);
+    }
+    buffers_[abi::kBufferEntries] = std::make_unique<Buffer>(bytes_of(entries));
+    buffers_[abi::kBufferBlockTable] =
+        std::make_unique<Buffer>(bytes_of(std::vector<std::uint32_t>{0}));
   }
 
   void* by_value(const metal_cuda::ArgumentSlot& argument) {

@@ -38,17 +38,19 @@ KINDS = {
 BY_ROW = {"delta": DELTA_ROWS, "slope_gradient": SUM_HEADS, "sink_gradient": SUM_HEADS}
 SUMS = ("slope_gradient", "sink_gradient")
 # Function constants of shaders/abi.h. Every option but softcap can be on and change no result: a
-# mask of zeros, slopes of 0, sinks of -inf, dropout that keeps everything.
+# mask of zeros, slopes of 0, sinks of -inf, dropout that keeps everything, entries where they are
+# without a table.
 IDS = {
     name: int(number)
     for name, number in re.findall(r"kConstant(\w+) = (\d+)", (SHADERS / "abi.h").read_text())
 }
 NEUTRAL = sum(1 << IDS[n] for n in ("HasModifiers", "HasAlibi", "HasMask", "HasDropout"))
+RAGGED = 1 << IDS["IsRagged"]
 OPTIONS = {
-    "forward": NEUTRAL | 1 << IDS["HasSinks"],
-    "backward_dq": NEUTRAL | 1 << IDS["SlopeGradient"],
-    "backward_dv": NEUTRAL,
-    "backward_dk": NEUTRAL,
+    "forward": NEUTRAL | RAGGED | 1 << IDS["HasSinks"],
+    "backward_dq": NEUTRAL | RAGGED | 1 << IDS["SlopeGradient"],
+    "backward_dv": NEUTRAL | RAGGED,
+    "backward_dk": NEUTRAL | RAGGED,
     "mask_gradient": NEUTRAL,
 }
 STORAGES = {
