@@ -44,8 +44,8 @@ FLASHATTN_NOINLINE char* paged_row(const Rows& rows, std::int64_t r) {
 
 // to[i] = where row begin + i of pages starts, for i < count; rows past `last` repeat it. Steps
 // through a page instead of dividing for every row.
-FLASHATTN_NOINLINE void list_paged_rows(const Rows& rows, std::int64_t begin, std::int64_t last,
-                                        std::int64_t count, const char** to) {
+static inline void list_paged_rows(const Rows& rows, std::int64_t begin, std::int64_t last,
+                                   std::int64_t count, const char** to) {
   const std::int64_t at = rows.first_row + begin;
   const std::int64_t* page = rows.pages + at / rows.page_rows;
   std::int64_t in_page = at % rows.page_rows;
