@@ -51,6 +51,10 @@ const char* slot_name(abi::BufferSlot slot) {
       return "dalibi_slopes";
     case abi::kBufferDsinks:
       return "dsinks";
+    case abi::kBufferEntries:
+      return "entries";
+    case abi::kBufferBlockTable:
+      return "block_table";
     case abi::kBufferSlopeRows:
       return "slope_rows";
     case abi::kBufferStatus:
