@@ -6,6 +6,8 @@ Each result is held, bit for bit, against the plain call, whose numbers test_tor
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from typing import Any
 
 import flashattn as fa
@@ -195,3 +197,21 @@ def test_export(strict: bool) -> None:
     longer = tensors((2, 17, 4, 16), (2, 17, 2, 16), (2, 17, 2, 8))
     for one in (inputs, longer):
         assert torch.equal(loaded(*one), attend(*one))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "torch.compile(attend, fullgraph=True, backend='aot_eager')(q)",
+        "torch.vmap(attend)(q[None])",
+        "torch.func.grad(lambda x: attend(x).sum())(q)",
+    ],
+)
+def test_first_use_of_torch(use: str) -> None:
+    """The operators are made where the first call comes from, inside a trace too."""
+    code = (
+        "import torch, flashattn\n"
+        "def attend(x):\n    return flashattn.attention(x, x, x)\n"
+        f"q = torch.ones(1, 3, 2, 8)\n{use}\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,11 +6,11 @@ Relies on `flashattn.attention` for all numbers. Importing it imports torch.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from flashattn import _torch_ops  # noqa: F401 - exported programs need the operators
@@ -68,11 +68,11 @@ def scaled_dot_product_attention(
     batch, (query, key, value) = _broadcast((query, key, value), enable_gqa)
     causal: Any = "top_left" if is_causal else False
     mask = attn_mask
-    if mask is not None and type(mask) is not torch.Tensor and isinstance(mask, CausalBias):
+    alignment = _causal_bias(mask)
+    if alignment is not None:
         if is_causal:
             raise ValueError(f"{_SDPA}: is_causal (True) must be False with a causal bias")
-        causal = "top_left" if mask.variant == CausalVariant.UPPER_LEFT else True
-        mask = None
+        causal, mask = alignment, None
     if mask is not None:
         mask = _flat_mask(mask, batch)
     out: torch.Tensor = attention(
@@ -86,6 +86,17 @@ def scaled_dot_product_attention(
         layout="bhsd",
     )
     return out if len(batch) == 2 else out.reshape(*batch, *out.shape[-2:])
+
+
+def _causal_bias(mask: Any) -> Any:
+    """The `causal` that one of torch.nn.attention.bias stands for; None for other masks."""
+    if mask is None or type(mask) is torch.Tensor:
+        return None
+    # Importing that module imports torch's compiler; a mask of its kind shows that it is there.
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is None or not isinstance(mask, bias.CausalBias):
+        return None
+    return "top_left" if mask.variant == bias.CausalVariant.UPPER_LEFT else True
 
 
 def _broadcast(
