@@ -58,13 +58,14 @@ def tests(session: nox.Session) -> None:
 
     mypy looks at the installed package, because the build makes the stub of the compiled module.
     """
-    session.install(".[test]", "mypy==2.4.1")
+    session.install(".[test]", "mypy==2.4.1", "pytest-xdist")
     session.run("mypy")
     folder = build_folder(session)
     python = session.bin + "/python"
     configure_and_build(session, folder, "release", f"-DPython_EXECUTABLE={python}")
     session.run("ctest", "--test-dir", str(folder), "--output-on-failure")
-    session.run("pytest", *session.posargs, env={"FLASHATTN_CPP_BUILD_DIR": str(folder)})
+    pytest = ("pytest", "-n", jobs(), *session.posargs)
+    session.run(*pytest, env={"FLASHATTN_CPP_BUILD_DIR": str(folder)})
 
 
 @nox.session
@@ -166,6 +167,9 @@ SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,rando
 # Tests that know no `target`; the rest of the suite has nothing to do with a backend.
 SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
 SURFACE_TESTS += ("torch",)
+# Forward and backward as such, on every device in every run. Of the other files a run takes two
+# devices a test, and `simulated_devices` all five.
+PLAIN_TESTS = ("forward", "backward", "visibility", "nan", "decode")
 
 
 def simulated_environment(session: nox.Session, folder: Path) -> dict[str, str]:
@@ -195,6 +199,17 @@ def simulated(session: nox.Session) -> None:
     `nox -s simulated -- CMD ...` runs a command where `flashattn` has that backend. The first run
     builds libc++ and compiles every kernel it meets; both are kept.
     """
+    run_simulated(session)
+
+
+@nox.session
+def simulated_devices(session: nox.Session) -> None:
+    """As simulated, every behaviour test on all five devices: takes twice as long."""
+    run_simulated(session)
+
+
+def run_simulated(session: nox.Session) -> None:
+    """Builds for the simulated device; then posargs, or all suites."""
     session.install(*METAL_TOOLS)
     build_tools(session)
     folder = build_folder(session)
@@ -234,10 +249,15 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
     session.run(*pytest, *surface, slow, env=environment | chosen)
     environment |= {"FLASHATTN_TEST_BACKENDS": "metal"}
     devices = {"FLASHATTN_TEST_SIMULATED": SIMULATED_DEVICES}
-    one = devices | {"FLASHATTN_TEST_ROTATE": "one"}
-    session.run(*pytest, *behaviour, env=environment | one)
-    others = devices | {"FLASHATTN_TEST_ROTATE": "others"} | unchecked
-    session.run(*pytest, *behaviour, env=environment | others)
+    checked = devices | {"FLASHATTN_TEST_ROTATE": "0"}
+    session.run(*pytest, *behaviour, env=environment | checked)
+    plain = [f"tests/test_{name}.py" for name in PLAIN_TESTS]
+    others = devices | {"FLASHATTN_TEST_ROTATE": "1,2,3,4"} | unchecked
+    session.run(*pytest, *plain, env=environment | others)
+    rest = sorted(set(behaviour) - {str(ROOT / path) for path in plain})
+    turns = "1,2,3,4" if session.name == "simulated_devices" else "1"
+    another = devices | {"FLASHATTN_TEST_ROTATE": turns} | unchecked
+    session.run(*pytest, *rest, env=environment | another)
     # 500 random problems, on one of the devices.
     many = {"FLASHATTN_HYPOTHESIS": "simulated", "FLASHATTN_TEST_SIMULATED": "random:4/random"}
     problems = [f"tests/test_properties.py::test_{name}" for name in ("forward", "backward")]
