@@ -1,5 +1,8 @@
 """The `target` fixture: one run of a test per backend, instruction set and simulated device; and
 hypothesis profiles.
+
+FLASHATTN_HYPOTHESIS picks the profile: "ci" (default: derandomised, small), "simulated"
+(derandomised, 250 problems forward and as many backward) or "nightly" (random, large).
 """
 
 from __future__ import annotations
