@@ -40,6 +40,7 @@ OPTION_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window": (1, 2, 3)}, ValueError, r"attention: window \(.*\) must be a pair of ints"),
     ({"window": (2**63, 0)}, ValueError, r"attention: window \(9223372036854775808\) must be betw"),
     ({"softcap": -1.0}, ValueError, r"attention: softcap \(-1\) must be finite and not negative"),
+    ({"softcap": 1e-60}, ValueError, r"attention: softcap \(1e-60\) must be 0 \(off\), or above 0"),
     ({"softcap": None}, TypeError, r"attention: softcap \(None\) must be a real number"),
     ({"dropout_p": -0.1, "dropout_seed": 1}, ValueError, r"attention: dropout_p \(-0\.1\) must"),
     ({"dropout_p": 1.5, "dropout_seed": 1}, ValueError, r"attention: dropout_p \(1\.5\) must be"),
@@ -256,6 +257,11 @@ def test_backward() -> None:
     for arguments, kind, text in cases:
         with pytest.raises(kind, match=text):
             fa.attention_backward(*arguments)
+    for name in ("mask", "alibi_slopes", "sinks"):
+        with pytest.raises(
+            TypeError, match=rf"attention_backward: {name} \(list\) must be an array"
+        ):
+            fa.attention_backward(out, Q, K, V, out, lse, **{name: [1.0]})
     with pytest.raises(ValueError, match=r"attention_backward: dropout_seed \(not given\) must be"):
         fa.attention_backward(out, Q, K, V, out, lse, dropout_p=0.1)
     with pytest.raises(ValueError, match=r"attention_forward: dropout_seed \(not given\) must be"):

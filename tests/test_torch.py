@@ -272,3 +272,16 @@ def test_torch_is_not_imported_for_numpy() -> None:
         "assert not {'torch', 'jax', 'mlx', 'ml_dtypes', 'matplotlib'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_other_frameworks_arrays_are_refused_where_autograd_records() -> None:
+    (query,) = tensors(QKV[1], grad=True)
+    numpy = {"mask": (9, 9), "alibi_slopes": (2,), "sinks": (2,)}
+    for name, shape in numpy.items():
+        with pytest.raises(
+            TypeError, match=rf"attention: {name} \(ndarray\) must be a torch tensor"
+        ):
+            fa.attention(query, query, query, layout="bhsd", **{name: np.zeros(shape, np.float32)})
+    key = np.zeros((1, 9, 2, 16), np.float32)
+    with pytest.raises(TypeError, match=r"attention: query \(ndarray\) must be a torch tensor"):
+        fa.attention(key, key, key, mask=torch.zeros(9, 9, requires_grad=True))

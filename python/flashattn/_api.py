@@ -247,8 +247,9 @@ def gradients(
 ) -> list[Any]:
     """Gradients of query, key, value, mask, alibi_slopes, sinks; None: not wanted, or no input."""
     makers = (framework.gradient,) * 3 + (framework.wide_gradient,) * 3
+    # What is no array has no shape for its gradient; the core refuses it by name.
     results = [
-        make(tensor) if want and tensor is not None else None
+        make(tensor) if want and hasattr(tensor, "shape") else None
         for make, tensor, want in zip(makers, tensors, wanted, strict=True)
     ]
     query, key, value = tensors[:3]
@@ -270,12 +271,20 @@ def record(
     """The call as one node of torch's graph; `forward` is the one here or has its arguments."""
     from flashattn._torch import AttentionFunction
 
+    named = {"query": query, "key": key, "value": value, "mask": options.mask}
+    named |= {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    for name, tensor in named.items():
+        if tensor is not None and not isinstance(tensor, sys.modules["torch"].Tensor):
+            raise TypeError(
+                f"{_FORWARD}: {name} ({type(tensor).__name__}) must be a torch tensor where "
+                "autograd records"
+            )
+
     def run(query: Any, key: Any, value: Any, *_: Any) -> tuple[Any, Any]:
         return forward(framework, query, key, value, options, None)
 
     def backward(*arguments: Any) -> list[Any]:
         return gradients(framework, options, *arguments)
 
-    tensors = (query, key, value, options.mask, options.alibi_slopes, options.sinks)
-    result: tuple[Any, Any] = AttentionFunction.apply(run, backward, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Any, Any] = AttentionFunction.apply(run, backward, *named.values())  # type: ignore[no-untyped-call]
     return result

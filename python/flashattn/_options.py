@@ -170,7 +170,9 @@ class _Reader:
             self.fail(ValueError, "window", value, expected)
 
     def softcap(self, options: Options, value: object) -> None:
-        options.softcap = self.real("softcap", value)
+        options.softcap = cap = self.real("softcap", value)
+        if cap > 0 and np.float32(cap) == 0:
+            self.fail(ValueError, "softcap", value, "be 0 (off), or above 0 in float32 too")
 
     def dropout_p(self, options: Options, value: object) -> None:
         options.dropout_p = self.real("dropout_p", value)
