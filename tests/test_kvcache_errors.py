@@ -50,6 +50,18 @@ def test_refusals_write_nothing(change: dict[str, Any], kind: type[Exception], t
     np.testing.assert_array_equal(call["v_cache"], before[1])
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+def test_new_rows_that_lie_in_a_cache(name: str, cache: str) -> None:
+    """Either cache: appending to one would change what is still to be appended to the other."""
+    call = Cache((5, 90), new=2, seqlen_q=2, options=CAUSAL).arrays()
+    call[name] = call[cache][:, 4:6]
+    before = call[cache].copy()
+    with pytest.raises(ValueError, match=rf"{cache} \(shares memory with {name}\)"):
+        run(fa.attention_kvcache, call)
+    np.testing.assert_array_equal(call[cache], before)
+
+
 @pytest.mark.parametrize(
     ("at", "number", "text"),
     [

@@ -163,6 +163,9 @@ CheckedCall check_call(const KvCacheTensors& tensors, const AttentionOptions& op
     check_new_rows(check, {"k", tensors.new_key}, k_cache, in, appended);
     check_new_rows(check, {"v", tensors.new_value}, v_cache, in, appended);
     check.distinct(k_cache, v_cache);
+    // Each cache is written before the other's rows are read.
+    check.distinct(k_cache, {"v", tensors.new_value});
+    check.distinct(v_cache, {"k", tensors.new_key});
     if (appended > 0) {
       check_own_places(check, call.places, appended, call.problem.page_size);
     }
