@@ -167,12 +167,14 @@ def test_gradient_of_unseen_elements_is_zero(target: Target) -> None:
         check_gradients(problem, grads)
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("sizes", [(0, 4, 5), (2, 0, 5), (2, 4, 0), (0, 0, 0)], ids=str)
-def test_empty(target: Target, sizes: tuple[int, int, int]) -> None:
+def test_empty(target: Target, sizes: tuple[int, int, int], dense: bool) -> None:
     """Nothing to sum: zeros, except that a row without keys still has its sink's weight."""
     batch, seqlen_q, seqlen_k = sizes
     case = Case(batch, 4, 2, seqlen_q, seqlen_k, 8, alibi="head", sinks=True, softcap=3.0)
-    problem = _problem(case, np.zeros((batch, 1, 1, seqlen_k), np.float32))
+    shape = (batch, 4, seqlen_q, seqlen_k) if dense else (batch, 1, 1, seqlen_k)
+    problem = _problem(case, np.zeros(shape, np.float32))
     grads = _gradients(target, problem)
     if grads is None:
         return
