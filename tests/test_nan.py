@@ -154,6 +154,24 @@ def test_row_whose_scores_are_all_minus_infinity_is_dead(target: Target, seqlen_
         assert (results[what].astype(np.float32) == 0).all(), what
 
 
+@pytest.mark.parametrize("keys", [1, 2, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_read_no_earlier_call(target: Target, dtype: str, keys: int) -> None:
+    """A window wholly past the last key, whose place in a tile is not the first: nothing is packed,
+    and what an earlier call left in the same memory is not read.
+    """
+    spoiled = build(Case(1, 1, 1, 20, 64, 64, dtype=dtype))
+    problem = build(Case(1, 1, 1, 20, keys, 64, dtype=dtype, window=(0, 0), q_offset=100))
+    opts = {**problem.options, "sinks": np.array([0.5], np.float32)}
+    if target.refuses(lambda: target.forward(*problem.inputs, **opts), opts):
+        return
+    target.forward(spoiled.query, np.full_like(spoiled.key, np.nan), spoiled.value, **opts)
+    target.forward(spoiled.query, np.full_like(spoiled.key, np.nan), spoiled.value)
+    out, lse = target.forward(*problem.inputs, **opts)
+    assert (out.astype(np.float32) == 0).all()
+    assert (lse == np.float32(0.5)).all()
+
+
 def test_decode_kernel_keeps_nan_to_its_row(target: Target) -> None:
     """Few rows, many keys: the bad key's batch entry and kv head alone are hit."""
     problem = build(Case(2, 4, 2, 1, 500, 32))

@@ -106,7 +106,9 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job,
   const Rows values = rows_of(job.value, job.dtype, task.batch, task.head / job.heads_per_kv);
   constexpr std::int64_t kKeyStep = BlockWeights<Unit, modified>::kKeyStep;
   const std::int64_t begin = lanes.keys.begin / kKeyStep * kKeyStep;
-  const std::int64_t end = round_up(lanes.keys.end, kTileRows);
+  // Rows that see nothing take no step: nothing may have been packed for them.
+  const bool any = lanes.keys.begin < lanes.keys.end;
+  const std::int64_t end = any ? round_up(lanes.keys.end, kTileRows) : begin;
   const std::int64_t steps = (end - begin + kBlockK - 1) / kBlockK;
   Prefetcher prefetcher;
   plan_prefetch(job, task, rows.count, prefetcher);
