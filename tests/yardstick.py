@@ -23,7 +23,7 @@ MOST_COPIES = 32
 GRADIENTS = ("dq", "dk", "dv", "dmask", "dalibi_slopes", "dsinks")
 
 
-def _copies(arrays: Arrays) -> Iterator[Arrays]:
+def copies(arrays: Arrays) -> Iterator[Arrays]:
     """Arrays that end with query, key and value, and then varied ones."""
     yield arrays
     query, key, value = arrays[-3:]
@@ -43,7 +43,7 @@ def _largest(x: Any, oracle: Any) -> float:
 def forward_yardstick(inputs: Arrays, opts: dict[str, Any]) -> dict[str, float]:
     """The plain error of out and lse for problems like this one."""
     found = {"out": 0.0, "lse": 0.0}
-    for copy in _copies(inputs):
+    for copy in copies(inputs):
         exact = reference.attention(*copy, **opts)
         out, lse = Naive(*copy, **opts).forward()
         found["out"] = max(found["out"], _largest(out, exact.out))
@@ -56,7 +56,7 @@ def gradient_yardstick(
 ) -> dict[str, float]:
     """The plain error of every gradient that there is for problems like this one."""
     found: dict[str, float] = {}
-    for varied_dout, *copy in _copies((dout, *inputs)):
+    for varied_dout, *copy in copies((dout, *inputs)):
         exact = reference.attention_backward(varied_dout, *copy, dlse, **opts)
         stored = reference.attention(*copy, **opts)
         naive = Naive(*copy, **opts)

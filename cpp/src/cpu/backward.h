@@ -4,7 +4,7 @@
 // backward_*.h.
 #pragma once
 
-#include "cpu/backward_mask.h"
+#include "cpu/backward_weight_sums.h"
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward {
 
@@ -176,11 +176,23 @@ static std::int64_t mask_scratch(const AttentionJob& job, const MaskRegion& regi
                             : mask_scratch_of<Float32Unit>(job, region);
 }
 
+static void sum_weights(const AttentionJob& job, const HeadRows& rows, float* sums, void* scratch) {
+  in_bf16_pairs(job) ? sum_row_weights<HalfUnit>(job, rows, sums, scratch)
+                     : sum_row_weights<Float32Unit>(job, rows, sums, scratch);
+}
+
+static std::int64_t weight_scratch(const AttentionJob& job) {
+  return in_bf16_pairs(job) ? weight_scratch_of<HalfUnit>(job)
+                            : weight_scratch_of<Float32Unit>(job);
+}
+
 constexpr BackwardKernels kKernels = {.sizes = sizes,
                                       .pack_keys = pack_keys,
                                       .accumulate = accumulate,
                                       .write_key_gradients = write_key_gradients,
                                       .write_mask_gradient = write_mask_gradient,
-                                      .mask_scratch = mask_scratch};
+                                      .mask_scratch = mask_scratch,
+                                      .sum_weights = sum_weights,
+                                      .weight_scratch = weight_scratch};
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA::backward

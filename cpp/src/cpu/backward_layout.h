@@ -147,6 +147,7 @@ struct QueryBlock {
   float* lse = nullptr;           // [kBlockQ], +inf where there is no row or it is -inf
   float* lse_high = nullptr;      // [kBlockQ], lse / log(2), +inf where it is -inf: rounded,
   float* lse_low = nullptr;       // [kBlockQ]  and what the rounding lost
+  float* sum_log2 = nullptr;      // [kBlockQ], of the row's exp(s - lse), or 0; lse_low has it too
   float* delta = nullptr;         // [kBlockQ], rowsum(dO * O) - dlse
   float* dq = nullptr;            // [kBlockQ][head_lanes], unscaled
   // The weights of a strip of keys, and the score gradients of the whole key block.
@@ -181,6 +182,7 @@ struct QueryBlock {
     block.lse = carver.floats(kBlockQ);
     block.lse_high = carver.floats(kBlockQ);
     block.lse_low = carver.floats(kBlockQ);
+    block.sum_log2 = carver.floats(kBlockQ);
     block.delta = carver.floats(kBlockQ);
     block.dq = carver.floats(kBlockQ * shape.head_lanes);
     block.p = carver.floats(kStripKeys * kBlockQ);

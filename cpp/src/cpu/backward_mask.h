@@ -122,14 +122,14 @@ struct MaskGradientTiles {
 
 // What a task works with beside its sums.
 template <class Unit>
-struct MaskWork {
+struct ChunkWork {
   BackwardShape<Unit> shape;  // of one chunk of keys, no other gradient asked for
   PackedKeys<Unit> packed;
   QueryBlock<Unit> q;
   ModifiedScratch scratch;
 
-  static FLASHATTN_INLINE MaskWork carve(const AttentionJob& job, Carver& carver) {
-    MaskWork work;
+  static FLASHATTN_INLINE ChunkWork carve(const AttentionJob& job, Carver& carver) {
+    ChunkWork work;
     work.shape = BackwardShape<Unit>::of(job);
     work.shape.keys = kMaskChunkKeys;
     work.shape.wants_dq = work.shape.wants_dk = work.shape.wants_dv = false;
@@ -169,7 +169,7 @@ FLASHATTN_NOINLINE void add_mask_block(const Visibility& visibility,
 // dS of one block of rows against the chunk. The rows are loaded when a key is found that they see.
 template <class Unit>
 FLASHATTN_INLINE void add_mask_rows(const AttentionJob& job, const MaskPlace& at, Interval rows,
-                                    MaskWork<Unit>& work, const MaskSums& sums) {
+                                    ChunkWork<Unit>& work, const MaskSums& sums) {
   LaneModifiers<kBlockQ> modifiers;
   const ModifiedRows<Unit> loaded{work.shape, work.q, modifiers, work.scratch, at.batch, at.head};
   bool is_loaded = false;
@@ -194,7 +194,7 @@ FLASHATTN_INLINE void add_mask_rows(const AttentionJob& job, const MaskPlace& at
 // One kv head's heads that the region covers, against one chunk of keys.
 template <class Unit>
 FLASHATTN_INLINE void add_mask_heads(const AttentionJob& job, const MaskRegion& region,
-                                     const PackedPlace& place, MaskWork<Unit>& work,
+                                     const PackedPlace& place, ChunkWork<Unit>& work,
                                      const MaskSums& sums) {
   const Interval chunk{place.first_key, place.first_key + kMaskChunkKeys < region.keys.end
                                             ? place.first_key + kMaskChunkKeys
@@ -280,7 +280,7 @@ static inline void write_mask_sums(const AttentionJob& job, const MaskRegion& re
 template <class Unit>
 static void sum_mask_region(const AttentionJob& job, const MaskRegion& region, void* memory) {
   Carver carver{.base = static_cast<char*>(memory)};
-  auto work = MaskWork<Unit>::carve(job, carver);
+  auto work = ChunkWork<Unit>::carve(job, carver);
   const auto sums = MaskSums::carve(job, region, carver);
   zero_units(sums.total, sums.floats);
   for (std::int64_t batch = region.batches.begin; batch < region.batches.end; ++batch) {
@@ -297,7 +297,7 @@ static void sum_mask_region(const AttentionJob& job, const MaskRegion& region, v
 template <class Unit>
 FLASHATTN_INLINE std::int64_t mask_scratch_of(const AttentionJob& job, const MaskRegion& region) {
   Carver carver;
-  MaskWork<Unit>::carve(job, carver);
+  ChunkWork<Unit>::carve(job, carver);
   MaskSums::carve(job, region, carver);
   return carver.used;
 }

@@ -35,10 +35,11 @@ struct ModifiedScratch {
   }
 };
 
-// exp(s - lse). The subtraction comes first and the degree is always the higher, as in forward. A
+// exp(s - lse) / sum. The subtraction comes first and the degree is always the higher, as in
+// forward; a sum_log2 of 0 changes no bit. A
 // weight past the largest power of two, of an lse that is not of these scores, becomes that power.
-FLASHATTN_INLINE Vec modified_weight(Vec s, Vec lse) {
-  const Vec x = (s - lse) * broadcast(kLog2E);
+FLASHATTN_INLINE Vec modified_weight(Vec s, Vec lse, Vec sum_log2) {
+  const Vec x = (s - lse) * broadcast(kLog2E) - sum_log2;
   return exp2<6>(select(x > broadcast(127.0F), broadcast(127.0F), x));
 }
 
@@ -89,8 +90,9 @@ struct ModifiedTiles {
     if (modifiers.cap != 0.0F) store_tile(scratch.cap_slope + here, kBlockQ, cap_slope);
     FLASHATTN_UNROLL for (int n = 0; n < vecs; ++n) {
       const Vec lse = load(q.lse + at.lane + n * kLanes);
+      const Vec sum_log2 = load(q.sum_log2 + at.lane + n * kLanes);
       FLASHATTN_UNROLL for (int m = 0; m < kTileRows; ++m) {
-        acc[m][n] = modified_weight(acc[m][n], lse);
+        acc[m][n] = modified_weight(acc[m][n], lse, sum_log2);
       }
     }
     exclude(at, acc);
@@ -290,14 +292,18 @@ FLASHATTN_INLINE double sum_of_lanes(const float* lanes) {
   return sum;
 }
 
+// The weight of the sink in lanes [i, i + kLanes).
+template <class Unit>
+FLASHATTN_INLINE Vec sink_weight(const QueryBlock<Unit>& q, float sink, std::int64_t i) {
+  return exp2<6>((broadcast(sink) - load(q.lse + i)) * broadcast(kLog2E) - load(q.sum_log2 + i));
+}
+
 // - sum_i p_i delta_i with p_i = exp(sink - lse_i). A row without weights has no sink that counts.
 template <class Unit>
 FLASHATTN_NOINLINE double sink_gradient(const QueryBlock<Unit>& q, float sink) {
   alignas(64) float terms[kBlockQ];
   for (std::int64_t i = 0; i < kBlockQ; i += kLanes) {
-    const Vec lse = load(q.lse + i);
-    const Vec p = exp2<6>((broadcast(sink) - lse) * broadcast(kLog2E));
-    store(terms + i, p * load(q.delta + i));
+    store(terms + i, sink_weight(q, sink, i) * load(q.delta + i));
   }
   for (std::int64_t i = 0; i < kBlockQ; ++i) {
     if (i >= q.rows || (q.dead >> i & 1) != 0) terms[i] = 0.0F;

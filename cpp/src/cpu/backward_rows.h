@@ -129,6 +129,7 @@ static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>&
     block.lse[i] = kInfinity;
     block.lse_high[i] = kInfinity;
     block.lse_low[i] = 0.0F;
+    block.sum_log2[i] = 0.0F;
     if (i >= block.rows) continue;
     const float lse = *scalar_of(job.lse, batch, head, block.first_row + i);
     if (lse == -kInfinity) {
@@ -140,6 +141,10 @@ static void load_row_scalars(const AttentionJob& job, const BackwardShape<Unit>&
     if (lse != -kInfinity) block.lse_high[i] = static_cast<float>(lse_log2);
     if (block.lse_high[i] != kInfinity) {
       block.lse_low[i] = static_cast<float>(lse_log2 - static_cast<double>(block.lse_high[i]));
+    }
+    if (job.sum_log2.data != nullptr) {
+      block.sum_log2[i] = *scalar_of(job.sum_log2, batch, head, block.first_row + i);
+      block.lse_low[i] += block.sum_log2[i];
     }
     if (!block.finite && lse == sink && is_zero_row(shape, block, i)) block.delta[i] = 0.0F;
     if (job.dlse.data == nullptr) continue;

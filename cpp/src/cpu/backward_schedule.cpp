@@ -10,6 +10,7 @@
 #include "cpu/head_sums.h"
 #include "cpu/mask_classes.h"
 #include "cpu/scratch.h"
+#include "cpu/weight_sums.h"
 
 namespace flashattn::cpu {
 namespace {
@@ -268,6 +269,8 @@ void run_backward(const AttentionJob& call, const CpuKernels& kernels, ThreadPoo
   const MaskClasses classes(call, kBackwardBlockQ, pool);
   AttentionJob job = call;
   job.mask_tiles = classes.tiles();
+  const WeightSums weight_sums(job, kernels.backward, pool);
+  job.sum_log2 = weight_sums.log2();
   if (wants_scores(job) || job.dsinks.data != nullptr) {
     HeadSums head_sums(job);
     run_blocks({.job = job, .kernels = kernels.backward, .partials = head_sums.partials()}, pool);

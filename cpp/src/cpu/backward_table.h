@@ -76,6 +76,13 @@ struct MaskRegion {
   Interval keys;
 };
 
+// A block of query rows of one head, from first_row on.
+struct HeadRows {
+  std::int64_t batch = 0;
+  std::int64_t head = 0;
+  std::int64_t first_row = 0;
+};
+
 struct BackwardKernels {
   BackwardSizes (*sizes)(const AttentionJob& job);
   // Copies keys and values of `keys` (whole blocks) into the form that the products read.
@@ -89,6 +96,10 @@ struct BackwardKernels {
   // Writes dmask of a region. scratch: mask_scratch(job, region) bytes, 64-byte aligned.
   void (*write_mask_gradient)(const AttentionJob& job, const MaskRegion& region, void* scratch);
   std::int64_t (*mask_scratch)(const AttentionJob& job, const MaskRegion& region);
+  // sums[kBackwardBlockQ]: of exp(s - lse) over each row's keys and its sink, garbage past the last
+  // row. scratch: weight_scratch(job) bytes, 64-byte aligned.
+  void (*sum_weights)(const AttentionJob& job, const HeadRows& rows, float* sums, void* scratch);
+  std::int64_t (*weight_scratch)(const AttentionJob& job);
 };
 
 }  // namespace flashattn::cpu

@@ -136,7 +136,8 @@ struct AttentionJob {
 
   // Backward only.
   RowTensor dout, dq, dk, dv;
-  RowScalars dlse;  // data may be null
+  RowScalars dlse;      // data may be null
+  RowScalars sum_log2;  // log2 of the sum of a row's exp(s - lse), see weight_sums.h; null: all 0
   HeadGradients dslopes, dsinks;
   MaskGradient dmask;
 };
