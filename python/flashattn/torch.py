@@ -62,10 +62,15 @@ def scaled_dot_product_attention(
         ValueError: shapes that do not fit or broadcast.
         TypeError: dtypes other than float32, float16, bfloat16.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim < 2:
-            raise ValueError(f"{_SDPA}: {name}.ndim ({tensor.ndim}) must be at least 2")
-    batch, (query, key, value) = _broadcast((query, key, value), enable_gqa)
+    shape, keys = query.shape, key.shape
+    batch: tuple[int, ...] = shape[:-2]
+    if not (
+        len(shape) == len(keys) == 4
+        and keys[:3] == value.shape[:3]
+        and shape[0] == keys[0]
+        and (enable_gqa or shape[1] == keys[1])
+    ):
+        batch, (query, key, value) = _broadcast((query, key, value), enable_gqa)
     causal: Any = "top_left" if is_causal else False
     mask = attn_mask
     alignment = _causal_bias(mask)
@@ -73,18 +78,16 @@ def scaled_dot_product_attention(
         if is_causal:
             raise ValueError(f"{_SDPA}: is_causal (True) must be False with a causal bias")
         causal, mask = alignment, None
+    options: dict[str, Any] = {"layout": "bhsd"}
+    if causal:
+        options["causal"] = causal
     if mask is not None:
-        mask = _flat_mask(mask, batch)
-    out: torch.Tensor = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        dropout_p=dropout_p,
-        causal=causal,
-        scale=scale,
-        layout="bhsd",
-    )
+        options["mask"] = _flat_mask(mask, batch)
+    if dropout_p != 0:
+        options["dropout_p"] = dropout_p
+    if scale is not None:
+        options["scale"] = scale
+    out: torch.Tensor = attention(query, key, value, **options)
     return out if len(batch) == 2 else out.reshape(*batch, *out.shape[-2:])
 
 
@@ -103,6 +106,9 @@ def _broadcast(
     tensors: tuple[torch.Tensor, ...], enable_gqa: bool
 ) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     """The leading axes of the result, heads included, and the tensors with exactly four axes."""
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if tensor.ndim < 2:
+            raise ValueError(f"{_SDPA}: {name}.ndim ({tensor.ndim}) must be at least 2")
     # A missing heads axis, and what stands before it, are axes of size 1.
     axes = max(2, *(tensor.ndim - 2 for tensor in tensors))
     three = all(tensor.ndim <= 3 for tensor in tensors)
