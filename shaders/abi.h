@@ -43,9 +43,10 @@ enum BufferSlot {
   kBufferDmask = 19,         // float, the mask's own shape
   kBufferDalibiSlopes = 20,  // float
   kBufferDsinks = 21,        // float
-  kBufferSlopeRows = 22,   // float (batch, query_heads, table_rows), contiguous: dalibi_slopes by row
-  kBufferStatus = 23,      // Status, one word: what register kernels found wrong
-  kBufferEntries = 24,     // EntryRows (batch), of ragged calls
+  kBufferSlopeRows =
+      22,               // float (batch, query_heads, table_rows), contiguous: dalibi_slopes by row
+  kBufferStatus = 23,   // Status, one word: what register kernels found wrong
+  kBufferEntries = 24,  // EntryRows (batch), of ragged calls
   kBufferBlockTable = 25,  // 32-bit (batch, max_pages), of paged ones
   kBufferCount = 26,
 };
