@@ -43,7 +43,7 @@ READ_ONLY = {
 OUTSIDE = r"out-of-bounds read of 4 bytes in device memory"
 # What keeps the last threadgroup inside the arrays, what is reported without it, and where.
 RETURNS = {
-    "delta": ("if (i >= params.seqlen_q) return;", OUTSIDE, r"out_row\["),
+    "delta": ("if (i >= entry.seqlen_q) return;", OUTSIDE, r"out_row\["),
     "slope_gradient": (
         "if (first >= slopes) return;",
         r"race on device 'dalibi_slopes': write",
