@@ -169,9 +169,11 @@ SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,rando
 # Tests that know no `target`; the rest of the suite has nothing to do with a backend.
 SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
 SURFACE_TESTS += ("torch",)
-# Forward and backward as such, on every device in every run. Of the other files a run takes two
-# devices a test, and `simulated_devices` all five.
+# Forward and backward as such, on every device in every run. Of the other files a run takes one
+# device a test, under the checker, and `simulated_devices` all five.
 PLAIN_TESTS = ("forward", "backward", "visibility", "nan", "decode")
+# Random problems, which run in sizes that need few kernels to be compiled.
+RANDOM_TESTS = ("test_properties", "test_option_space")
 
 
 def simulated_environment(session: nox.Session, folder: Path) -> dict[str, str]:
@@ -243,7 +245,7 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
     behaviour = [
         str(path)
         for path in paths
-        if "target: Target" in path.read_text() and path.stem != "test_option_space"
+        if "target: Target" in path.read_text() and path.stem not in RANDOM_TESTS
     ]
     surface = [f"tests/test_{name}.py" for name in SURFACE_TESTS]
     pytest = ("pytest", "-n", jobs(), "-p", "live_objects")
@@ -260,15 +262,14 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
     plain = [f"tests/test_{name}.py" for name in PLAIN_TESTS]
     others = devices | {"FLASHATTN_TEST_ROTATE": "1,2,3,4"} | unchecked
     session.run(*pytest, *plain, env=environment | others)
-    rest = sorted(set(behaviour) - {str(ROOT / path) for path in plain})
-    turns = "1,2,3,4" if session.name == "simulated_devices" else "1"
-    another = devices | {"FLASHATTN_TEST_ROTATE": turns} | unchecked
-    session.run(*pytest, *rest, env=environment | another)
-    # 500 random problems without modifiers and 300 of the whole option space, on one more device.
+    if session.name == "simulated_devices":
+        rest = sorted(set(behaviour) - {str(ROOT / path) for path in plain})
+        session.run(*pytest, *rest, env=environment | others)
+    # 250 random problems a property and 300 of the whole option space, on one more device.
     many = {"FLASHATTN_HYPOTHESIS": "simulated", "FLASHATTN_TEST_SIMULATED": "random:4/random"}
-    problems = [f"tests/test_properties.py::test_{name}" for name in ("forward", "backward")]
-    problems.append("tests/test_option_space.py")
-    session.run(*pytest, *problems, env=environment | unchecked | many)
+    problems = [f"tests/{name}.py" for name in RANDOM_TESTS]
+    covered = "--deselect=tests/test_properties.py::test_score_modifiers"  # by the option space
+    session.run(*pytest, *problems, covered, env=environment | unchecked | many)
 
 
 @nox.session
