@@ -41,7 +41,7 @@ Interval keys_of_strip(const AttentionJob& job, const MaskTiles& tiles, std::int
 
 MaskClasses::MaskClasses(const AttentionJob& job, std::int64_t tile_rows, ThreadPool& pool)
     : tiles_(shape_of(job, tile_rows)) {
-  if (tiles_.bytes() == 0) return;
+  if (tiles_.planes == 0 || tiles_.bytes() == 0) return;
   memory_.emplace(static_cast<std::size_t>(tiles_.bytes()));
   tiles_.data = reinterpret_cast<TileVisibility*>(memory_->data());
   const std::int64_t strips = tiles_.strips();
