@@ -249,7 +249,9 @@ def gradients(
     makers = (framework.gradient,) * 3 + (framework.wide_gradient,) * 3
     # What is no array has no shape for its gradient; the core refuses it by name.
     results = [
-        make(tensor) if want and hasattr(tensor, "shape") else None
+        make(tensor)
+        if want and (hasattr(tensor, "shape") or hasattr(tensor, "__dlpack__"))
+        else None
         for make, tensor, want in zip(makers, tensors, wanted, strict=True)
     ]
     query, key, value = tensors[:3]
