@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from flashattn._api import attention_backward, attention_forward
 from flashattn._parallel_call import Message
+from flashattn._torch import TorchFramework
 
 if TYPE_CHECKING:
     from flashattn._parallel_call import ParallelCall
@@ -23,8 +24,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """This rank's out and lse."""
     keys, values = in_order(call, key), in_order(call, value)
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    lse = query.new_empty(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float32)
+    out, lse = TorchFramework().forward_outputs(query, value, heads_first=False)
     for q in call.queries[call.rank]:
         if q.start < q.stop:
             options = _options(call, q, slopes, sinks)

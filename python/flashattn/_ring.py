@@ -13,6 +13,7 @@ import torch
 from flashattn._api import attention_backward, attention_forward
 from flashattn._merge import merge_attention
 from flashattn._shards import pairs
+from flashattn._torch import TorchFramework
 
 if TYPE_CHECKING:
     from flashattn._parallel_call import ParallelCall
@@ -43,8 +44,7 @@ def forward(
             one = parts[n]
             parts[n] = part if one is None else merge_attention(*zip(one, part, strict=True))
         block = coming.wait() if coming is not None else block
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    lse = query.new_empty(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float32)
+    out, lse = TorchFramework().forward_outputs(query, value, heads_first=False)
     for q, part in zip(mine, parts, strict=True):
         if part is not None:
             out[:, q.rows], lse[:, :, q.rows] = part
