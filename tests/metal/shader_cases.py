@@ -67,7 +67,7 @@ SLOTS = [
 def check_abi() -> None:
     """The slots above are those of shaders/abi.h."""
     text = (SHADERS / "abi.h").read_text()
-    pairs = re.findall(r"kBuffer(\w+) = (\d+)", text)
+    pairs = re.findall(r"kBuffer(\w+) =\s+(\d+)", text)
     found = {re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower(): int(number) for name, number in pairs}
     wanted = {name: number for number, name in enumerate([*SLOTS, "count"])}
     assert found == wanted, f"shaders/abi.h changed: {found}"

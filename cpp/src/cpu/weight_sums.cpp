@@ -14,14 +14,17 @@ namespace {
 // 2^-12 where results are rounded to 11 bits or 8.
 float least_coarse_lse(DType dtype) { return dtype == DType::kFloat32 ? 64.0F : 4096.0F; }
 
-// How far from 0, in units of |lse|, rounding may bring the log of a row's sum: four times what
-// rounding lse itself does, for what scores differ by between the passes.
-constexpr float kMostOfLse = 0x1p-22F;
+// How far from 0, in units of |lse|, rounding may bring the log of a row's sum: the rounding of lse
+// and of a score's product with the scale, and the passes' different order in adding a score's
+// head_dim products, which strays as the square root of their number.
+float most_of_lse(std::int64_t head_dim) {
+  return 0x1p-24F * (4.0F + 2.0F * std::sqrt(static_cast<float>(head_dim)));
+}
 
 bool is_coarse(float lse, float least) { return std::isfinite(lse) && std::fabs(lse) >= least; }
 
-float log2_of_sum(float sum, float lse) {
-  if (!(sum > 0.0F) || !(std::fabs(std::log(sum)) <= kMostOfLse * std::fabs(lse))) return 0.0F;
+float log2_of_sum(float sum, float most) {
+  if (!(sum > 0.0F) || !(std::fabs(std::log(sum)) <= most)) return 0.0F;
   return std::log2(sum);
 }
 
@@ -67,6 +70,7 @@ WeightSums::WeightSums(const AttentionJob& job, const BackwardKernels& kernels, 
   if (blocks_.empty()) return;
   allocate(job);
   const float least = least_coarse_lse(job.dtype);
+  const float most = most_of_lse(job.head_dim);
   pool.parallel_for(std::ssize(blocks_), [&](std::int64_t index) {
     const HeadRows& block = blocks_[static_cast<std::size_t>(index)];
     const AttentionJob own = job_of_entry(job, block.batch);
@@ -79,7 +83,7 @@ WeightSums::WeightSums(const AttentionJob& job, const BackwardKernels& kernels, 
     float* const to = table_.head(block.batch, block.head) + block.first_row;
     for (std::int64_t i = 0; i < count; ++i) {
       const float own_lse = lse[i * job.lse.row_stride];
-      to[i] = is_coarse(own_lse, least) ? log2_of_sum(sums[i], own_lse) : 0.0F;
+      to[i] = is_coarse(own_lse, least) ? log2_of_sum(sums[i], most * std::fabs(own_lse)) : 0.0F;
     }
   });
 }
