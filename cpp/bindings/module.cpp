@@ -9,6 +9,7 @@
 #include "buffer.h"
 #include "calls.h"
 #include "flashattn/error.h"
+#include "jax_ffi.h"
 #include "machine.h"
 #include "merge.h"
 #ifdef FLASHATTN_WITH_METAL
@@ -45,6 +46,7 @@ NB_MODULE(_core, module) {
   flashattn::python::bind_buffer(module);
   flashattn::python::bind_arrays(module);
   flashattn::python::bind_calls(module);
+  flashattn::python::bind_jax_ffi(module);
   flashattn::python::bind_merge(module);
   flashattn::python::bind_machine(module);
 #ifdef FLASHATTN_WITH_METAL

@@ -7,6 +7,8 @@ imported here.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import sys
 from typing import Any
@@ -123,6 +125,11 @@ class MetalFramework(DLPackFramework):
 NUMPY = NumpyFramework()
 DLPACK = DLPackFramework()
 METAL = MetalFramework()
+# module, its type of arrays, and the module here that knows it.
+_OPTIONAL = (
+    ("jax", "Array", "flashattn._jax"),
+    ("mlx.core", "array", "flashattn._mlx"),
+)
 _TORCH: Framework | None = None
 _TENSOR: type | None = None
 
@@ -170,12 +177,22 @@ def one_framework(function: str, name: str, array: Any) -> Framework:
             _TORCH = _torch.TorchFramework()
             _TENSOR = torch.Tensor
         return _TORCH
+    for module, kind, adapter in _OPTIONAL:
+        loaded = sys.modules.get(module)
+        if loaded is not None and isinstance(array, getattr(loaded, kind, ())):
+            return _optional_framework(adapter)
     if hasattr(array, "__dlpack__"):
         return DLPACK
     raise TypeError(
         f"{function}: {name} ({_type_name(array)}) must be a numpy array, a torch tensor or "
         "another array with __dlpack__"
     )
+
+
+@functools.cache
+def _optional_framework(adapter: str) -> Framework:
+    framework: Framework = importlib.import_module(adapter).FRAMEWORK
+    return framework
 
 
 def _type_name(array: object) -> str:

@@ -89,6 +89,9 @@ class Framework(Protocol):
     ) -> tuple[Any, ...]:
         """The six gradients of (query, key, value) from (dout, dlse, out, lse) likewise."""
 
+    def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> tuple[Any, Any] | None:
+        """merge_attention by the framework's own means; None where the core does it."""
+
 
 class NothingSpecial:
     """A framework without autocast, tracing or transforms."""
@@ -114,3 +117,6 @@ class NothingSpecial:
         self, function: str, results: Any, tensors: Any, options: Any
     ) -> tuple[Any, ...]:
         raise AssertionError("unreachable: is_dispatched is False")
+
+    def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> tuple[Any, Any] | None:
+        return None

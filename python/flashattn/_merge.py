@@ -21,8 +21,8 @@ def merge_attention(
 
     out = sum_p exp(lse_p - lse) out_p with lse = log sum_p exp(lse_p) (docs/math.md): what split-KV
     decoding, ring attention and shared prefixes end with. Sums are float32 and go through the parts
-    in order. Differentiable for torch tensors, through outs and lses, once: a second derivative
-    raises RuntimeError.
+    in order. Differentiable through outs and lses for torch tensors, once (a second derivative
+    raises RuntimeError), and for JAX arrays.
 
     Args:
         outs: parts, each (batch, seqlen_q, heads, dim), or with layout="bhsd" (batch, heads,
@@ -57,6 +57,9 @@ def merge_attention(
             f"{_FUNCTION}: lses.length ({len(lses)}) must equal outs.length ({len(outs)})"
         )
     heads_first = layout == "bhsd"
+    merged = framework.merge(outs, lses, heads_first)
+    if merged is not None:
+        return merged
 
     def run(*tensors: Any) -> tuple[Any, Any]:
         parts, sums = list(tensors[: len(outs)]), list(tensors[len(outs) :])

@@ -123,6 +123,9 @@ class TorchFramework:
         with torch.no_grad():
             return _torch_ops.dispatch_backward(function, results, tensors, options)
 
+    def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> None:
+        return None
+
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in _PLAIN_TYPES:

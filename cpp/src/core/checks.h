@@ -63,6 +63,9 @@ class Checks {
 AttentionProblem make_problem(std::string_view function, const ForwardTensors& tensors,
                               const AttentionOptions& options);
 
+// Validates a forward call that has no memory for its results yet.
+AttentionProblem problem_of_inputs(const AttentionInputs& inputs, const AttentionOptions& options);
+
 // problem.dropout, validated against the problem's sizes; none where its probability is 0.
 void read_dropout(const Checks& check, const Dropout& dropout, AttentionProblem& problem);
 

@@ -259,6 +259,13 @@ void read_dropout(const Checks& check, const Dropout& dropout, AttentionProblem&
   if (p > 0.0) problem.dropout = dropout;
 }
 
+AttentionProblem problem_of_inputs(const AttentionInputs& inputs, const AttentionOptions& options) {
+  const char* const function = inputs.cu_seqlens_q ? "attention_varlen" : "attention";
+  AttentionProblem problem = problem_of_inputs(Checks(function, Pass::kForward), inputs, options);
+  problem.function = function;
+  return problem;
+}
+
 AttentionProblem make_problem(const ForwardTensors& tensors, const AttentionOptions& options) {
   return make_problem(tensors.inputs.cu_seqlens_q ? "attention_varlen" : "attention", tensors,
                       options);
