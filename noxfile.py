@@ -58,7 +58,7 @@ def tests(session: nox.Session) -> None:
 
     mypy looks at the installed package, because the build makes the stub of the compiled module.
     """
-    session.install(".[test]", "mypy==2.4.1", "pytest-xdist")
+    session.install(".[test,jax,mlx]", "mypy==2.4.1", "pytest-xdist")
     session.run("mypy")
     folder = build_folder(session)
     python = session.bin + "/python"

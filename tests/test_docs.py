@@ -13,7 +13,7 @@ PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_tex
 
 @pytest.mark.parametrize("source", PYTHON_BLOCKS, ids=lambda source: source.split(None, 2)[1])
 def test_the_readme_runs(source: str) -> None:
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "jax", "mlx"):
         if re.search(rf"^(?:import|from) {name}\b", source, re.MULTILINE):
             pytest.importorskip(name, reason=f"{name} is not installed")
     exec(compile(source, "README.md", "exec"), {})

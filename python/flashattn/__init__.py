@@ -5,9 +5,9 @@
 >>> fa.attention(q, k, v, causal=True).shape
 (1, 128, 8, 64)
 
-The score matrix is never stored: memory grows with the sequence, not with its square. numpy arrays
-and torch tensors go in and come out; torch tensors take part in autograd. docs/math.md has the
-rules that every backend keeps.
+The score matrix is never stored: memory grows with the sequence, not with its square. Arrays of
+numpy, torch, JAX and MLX go in and come out, and take part in the automatic differentiation of
+theirs. docs/math.md has the rules that every backend keeps.
 """
 
 from flashattn._alibi import alibi_slopes

@@ -44,9 +44,10 @@ def attention(
 
     FlashAttention (Dao, Fu, Ermon, Rudra, Re, NeurIPS 2022; Dao, ICLR 2024): exact, in memory
     linear in the sequence length, and the same bits for any number of threads and any batch mates.
-    Differentiable for torch tensors, once: a second derivative raises RuntimeError. Autocast
-    casts query, key and value as it does for torch's own attention; torch.compile, torch.export and
-    torch.func see one operator.
+    Differentiable for torch tensors, JAX and MLX arrays, once: a second derivative raises
+    RuntimeError. Autocast casts query, key and value as it does for torch's own attention;
+    torch.compile, torch.export and torch.func see one operator, and so do JAX's transforms
+    (flashattn.jax); flashattn.mlx says which of MLX's do.
 
     Args:
         query: (batch, seqlen_q, query_heads, head_dim), float32, float16 or bfloat16. With

@@ -57,8 +57,9 @@ class AttentionOptions(TypedDict, total=False):
             (Press, Smith, Lewis: "Train Short, Test Long", ICLR 2022).
         sinks: float32 (query_heads,); one extra logit per head in the softmax's denominator.
         dropout_p: probability of dropping an attention weight, 0..1.
-        dropout_seed: 64-bit seed of Philox4x32-10; required when dropout_p > 0, except in
-            `attention`, which draws one from the framework's generator.
+        dropout_seed: 64-bit seed of Philox4x32-10, or with JAX and MLX a key of their random;
+            required when dropout_p > 0, except in `attention`, which draws one from the framework's
+            generator. JAX has none.
         dropout_offset: start of the counter, for several calls with one seed.
         dropout_shard: the part of a larger problem that this call is.
         q_offset: global position of query row 0, one int or one per batch entry; row i stands at

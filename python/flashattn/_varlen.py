@@ -43,7 +43,7 @@ def attention_varlen(
     """`attention` of packed sequences: sequence b's queries see sequence b's keys and no others.
 
     All sequences are one call: none of them is padded, and many short ones cost what their rows
-    cost. Each gives the bits of `attention` on it alone. Differentiable for torch tensors, once.
+    cost. Each gives the bits of `attention` on it alone. Differentiable as `attention` is.
     The convention is that of flash-attn's flash_attn_varlen_func.
 
     Args:
