@@ -50,6 +50,46 @@ def test_refusals_write_nothing(change: dict[str, Any], kind: type[Exception], t
     np.testing.assert_array_equal(call["v_cache"], before[1])
 
 
+def _sized(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.zeros(shape, dtype)
+
+
+WRONG_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k_cache": _sized(2, 96, 2, 8)}, ValueError, r"k_cache\.head_dim \(8\)"),
+    ({"v_cache": _sized(2, 95, 2, 16)}, ValueError, r"v_cache\.seqlen \(95\) .*k_cache\.seqlen"),
+    ({"v_cache": _sized(2, 96, 4, 16)}, ValueError, r"v_cache\.heads \(4\) .*k_cache\.heads"),
+    ({"k_cache": _sized(3, 96, 2, 16)}, ValueError, r"k_cache\.batch \(3\)"),
+    ({"v_cache": _sized(3, 96, 2, 16)}, ValueError, r"v_cache\.batch \(3\)"),
+    (
+        {"k_cache": _sized(2, 96, 3, 16), "v_cache": _sized(2, 96, 3, 16)},
+        ValueError,
+        r"query\.heads \(4\) .*k_cache\.heads \(3\)",
+    ),
+    ({"k_cache": _sized(2, 96, 2, 16, dtype=np.float16)}, TypeError, r"k_cache\.dtype \(float16\)"),
+    ({"v_cache": _sized(2, 96, 2, 16, dtype=np.float16)}, TypeError, r"v_cache\.dtype \(float16\)"),
+    ({"k_cache": _sized(2, 96, 16)}, ValueError, r"k_cache\.ndim \(3\)"),
+    ({"k_cache": [1.0]}, TypeError, r"k_cache \(list\)"),
+    ({"v_cache": [1.0]}, TypeError, r"v_cache \(list\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG_CACHES)
+def test_caches_go_by_their_own_names(
+    change: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    call = Cache((5, 90), seqlen_q=2, options=CAUSAL).arrays()
+    with pytest.raises(kind, match="attention_kvcache: " + text):
+        run(fa.attention_kvcache, call | change)
+
+
+def test_an_output_that_overlaps_a_cache_names_the_cache() -> None:
+    call = Cache((5, 90), seqlen_q=2, options=CAUSAL).arrays()
+    for name in ("k_cache", "v_cache"):
+        shared = call[name].reshape(-1)[: call["query"].size].reshape(call["query"].shape)
+        with pytest.raises(ValueError, match=f"out .*shares memory with {name}"):
+            run(fa.attention_kvcache, call | {"out": shared})
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
 def test_new_rows_that_lie_in_a_cache(name: str, cache: str) -> None:

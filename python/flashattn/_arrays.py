@@ -134,8 +134,10 @@ _TORCH: Framework | None = None
 _TENSOR: type | None = None
 
 
-def framework_of(function: str, query: Any, key: Any, value: Any) -> Framework:
-    """The framework of a call's arrays.
+def framework_of(
+    function: str, query: Any, key: Any, value: Any, names: tuple[str, str] = ("key", "value")
+) -> Framework:
+    """The framework of a call's arrays; `names` is what the function calls the last two.
 
     Raises:
         TypeError: query is no array, or key or value is of another framework.
@@ -147,7 +149,7 @@ def framework_of(function: str, query: Any, key: Any, value: Any) -> Framework:
         if kind is _TENSOR and _TORCH is not None:
             return _TORCH
     framework = one_framework(function, "query", query)
-    for name, array in (("key", key), ("value", value)):
+    for name, array in zip(names, (key, value), strict=True):
         if one_framework(function, name, array) is not framework:
             raise TypeError(
                 f"{function}: {name} ({_type_name(array)}) must be of the framework of query "

@@ -60,6 +60,7 @@ def attention_kvcache(
         cache_batch_idx: int32 or int64 (batch,): the index on the caches' batch axis of each entry;
             default 0, 1, ... Not with a block_table.
         leftpad: int32 or int64 (batch,): rows before it do not exist, and positions count from it.
+            Column j of a mask is row j of the entry, rows of the padding counted.
         rotary_cos: floating (positions, pairs), pairs <= head_dim / 2: query and k are turned by
             rotary position embeddings (Su et al., "RoFormer", 2021) in float32 before they are
             stored or used. Row t of k stands at cache_seqlens + t - leftpad, and so does query row
@@ -80,7 +81,7 @@ def attention_kvcache(
         NotImplementedError: no backend can do this combination.
         RuntimeError: autograd would have to record this call, or a device failed.
     """
-    framework = framework_of(_FUNCTION, query, k_cache, v_cache)
+    framework = framework_of(_FUNCTION, query, k_cache, v_cache, ("k_cache", "v_cache"))
     if options.get("kv_lengths") is not None:
         raise ValueError(f"{_FUNCTION}: kv_lengths (given) must be given as cache_seqlens")
     parsed = parse(_FUNCTION, options)

@@ -22,7 +22,12 @@ struct NamedView {
 class Checks {
  public:
   // `function` opens every message, with "_backward" behind it in that pass.
-  Checks(std::string_view function, Pass pass) : function_(function), pass_(pass) {}
+  Checks(std::string_view function, Pass pass)
+      : function_(function), pass_(pass), is_cache_(function == "attention_kvcache") {}
+
+  // What the function calls its arrays of keys and values.
+  const char* key() const { return is_cache_ ? "k_cache" : "key"; }
+  const char* value() const { return is_cache_ ? "v_cache" : "value"; }
 
   // "attention: NAME (GOT) must EXPECTED".
   [[noreturn]] void fail_value(const std::string& name, const std::string& got,
@@ -57,6 +62,7 @@ class Checks {
 
   std::string_view function_;
   Pass pass_;
+  bool is_cache_;
 };
 
 // Validates the call of another public function than `attention`.

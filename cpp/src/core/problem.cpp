@@ -235,8 +235,8 @@ void check_gradients(const Checks& check, const BackwardTensors& t, AttentionPro
 void check_distinct(const Checks& check, std::initializer_list<NamedView> outputs,
                     const AttentionInputs& in, std::initializer_list<NamedView> more_inputs) {
   const NamedView inputs[] = {{"query", in.query},
-                              {"key", in.key},
-                              {"value", in.value},
+                              {check.key(), in.key},
+                              {check.value(), in.value},
                               {"mask", in.mask},
                               {"alibi_slopes", in.alibi_slopes},
                               {"sinks", in.sinks}};

@@ -77,7 +77,9 @@ std::int64_t read_table_shape(const Checks& check, const AttentionInputs& in,
   check_integers(check, table);
   check.rank(table, 2);
   problem.page_size = in.key.shape[1];
-  if (problem.page_size < 1) check.fail_value("key.page_size", "0", "be at least 1");
+  if (problem.page_size < 1) {
+    check.fail_value(std::string(check.key()) + ".page_size", "0", "be at least 1");
+  }
   problem.total_k = in.key.shape[0] * problem.page_size;
   return table.view.shape[1] * problem.page_size;
 }
@@ -89,17 +91,18 @@ void check_dimensions(const Checks& check, const AttentionInputs& in, AttentionP
   const auto& q = in.query.shape;
   const auto& k = in.key.shape;
   const auto& v = in.value.shape;
-  check.equal("key.head_dim", k[k_heads + 1], "query.head_dim", q[q_heads + 1]);
-  const bool paged = static_cast<bool>(in.block_table);
-  check.equal(paged ? "value.page_size" : "value.seqlen", v[k_heads - 1],
-              paged ? "key.page_size" : "key.seqlen", k[k_heads - 1]);
-  check.equal("value.heads", v[k_heads], "key.heads", k[k_heads]);
+  const std::string key = check.key();
+  const std::string value = check.value();
+  check.equal(key + ".head_dim", k[k_heads + 1], "query.head_dim", q[q_heads + 1]);
+  const char* const rows = in.block_table ? ".page_size" : ".seqlen";
+  check.equal(value + rows, v[k_heads - 1], key + rows, k[k_heads - 1]);
+  check.equal(value + ".heads", v[k_heads], key + ".heads", k[k_heads]);
   check.between("query.head_dim", q[q_heads + 1], 1, kMaxHeadDim);
-  check.between("value.value_dim", v[k_heads + 1], 1, kMaxHeadDim);
-  if (k[k_heads] < 1) check.fail_value("key.heads", std::to_string(k[k_heads]), "be at least 1");
+  check.between(value + ".value_dim", v[k_heads + 1], 1, kMaxHeadDim);
+  if (k[k_heads] < 1) check.fail_value(key + ".heads", std::to_string(k[k_heads]), "be at least 1");
   if (q[q_heads] < 1 || q[q_heads] % k[k_heads] != 0) {
     check.fail_value("query.heads", std::to_string(q[q_heads]),
-                     "be a multiple of key.heads (" + std::to_string(k[k_heads]) + ")");
+                     "be a multiple of " + key + ".heads (" + std::to_string(k[k_heads]) + ")");
   }
   problem.query_heads = q[q_heads];
   problem.head_dim = q[q_heads + 1];
@@ -149,8 +152,8 @@ bool is_floating(DType dtype) {
 
 void read_shapes(const Checks& check, const AttentionInputs& in, AttentionProblem& problem) {
   const NamedView query{"query", in.query};
-  const NamedView key{"key", in.key};
-  const NamedView value{"value", in.value};
+  const NamedView key{check.key(), in.key};
+  const NamedView value{check.value(), in.value};
   const bool packed = in.cu_seqlens_q || in.cu_seqlens_k;
   check.rank(query, packed ? 3 : 4);
   for (const NamedView& arg : {key, value}) check.rank(arg, packed && !in.block_table ? 3 : 4);
@@ -169,11 +172,12 @@ void read_shapes(const Checks& check, const AttentionInputs& in, AttentionProble
   const auto& k = in.key.shape;
   const auto& v = in.value.shape;
   if (in.block_table) {
-    check.equal("value.pages", v[0], "key.pages", k[0]);
+    check.equal(value.name + std::string(".pages"), v[0], key.name + std::string(".pages"), k[0]);
   } else if (!packed) {
-    if (!in.kv_batch_index) check.equal("key.batch", k[0], "query.batch", q[0]);
-    check.equal("value.batch", v[0], in.kv_batch_index ? "key.batch" : "query.batch",
-                in.kv_batch_index ? k[0] : q[0]);
+    const std::string key_batch = key.name + std::string(".batch");
+    if (!in.kv_batch_index) check.equal(key_batch, k[0], "query.batch", q[0]);
+    check.equal(value.name + std::string(".batch"), v[0],
+                in.kv_batch_index ? key_batch : "query.batch", in.kv_batch_index ? k[0] : q[0]);
   }
   check_dimensions(check, in, problem);
   const std::int64_t table_rows = in.block_table ? read_table_shape(check, in, problem) : 0;
