@@ -191,6 +191,25 @@ def test_c26_capsules_are_consumed_exactly_once() -> None:
         assert all(is_used(capsule) for capsule in producer.capsules)
 
 
+class _Stale(Producer):
+    """Hands out one capsule, again and again."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.capsules[0] if self.capsules else super().__dlpack__(**options)
+
+
+def test_c26_a_capsule_is_not_taken_twice() -> None:
+    inputs = _arrays()
+    stale = _Stale(inputs[0].copy())
+    expected = fa.attention(*inputs)
+    others = [Producer(x.copy()) for x in inputs[1:]]
+    np.testing.assert_array_equal(np.asarray(fa.attention(stale, *others)), expected)
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        fa.attention(stale, *others)
+    gc.collect()
+    assert stale.deleted == 1
+
+
 def test_c27_results_outlive_everything_else() -> None:
     inputs = [x.copy() for x in _arrays(seqlen_q=64, seqlen_k=64)]
     expected = fa.attention(*inputs).copy()
