@@ -3,7 +3,8 @@
     python benchmarks/option_cost.py                              # some minutes
     python benchmarks/option_cost.py --passes forward --dtypes float32
 
-Every option runs in a process of its own, and they take turns. Prints a line for each and writes
+Every option runs in a process of its own, and they take turns. Backward is dq, dk and dv alone, and
+with "+gradient" behind its name the option's own too. Prints a line for each and writes
 results/option_cost.json.
 """
 
@@ -42,6 +43,7 @@ WINDOWS = (64, 256, 1024)
 def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     """The keyword arguments that a named option stands for."""
     heads, seqlen = SHAPE[1:3]
+    name = name.removesuffix(GRADIENT)
     if name.startswith("window_"):
         width = name.removeprefix("window_")
         # One short of the whole, which would be recognised and dropped.
@@ -57,11 +59,15 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         "mask_bool": lambda: {"mask": rng.random((1, 1, seqlen, seqlen)) < 0.7},
         "mask_bool_causal": lambda: {"mask": np.tri(seqlen, dtype=bool)},
         "mask_keys": lambda: {"mask": rng.random((1, 1, 1, seqlen)) < 0.9},
+        "mask_keys_additive": lambda: {
+            "mask": rng.standard_normal((1, heads, 1, seqlen)).astype(np.float32)
+        },
         "dropout": lambda: {"dropout_p": 0.1, "dropout_seed": 3},
     }
     return table[name]()
 
 
+GRADIENT = "+gradient"
 NAMES = (
     "plain",
     "window_full",
@@ -73,8 +79,18 @@ NAMES = (
     "mask_bool",
     "mask_bool_causal",
     "mask_keys",
+    "mask_keys_additive",
     "dropout",
 )
+# Those whose input has a gradient; dmask of mask_keys_additive is a sum over rows.
+WITH_GRADIENT = ("alibi", "sinks", "mask_additive", "mask_keys_additive")
+
+
+def names_of(which: str) -> tuple[str, ...]:
+    """The options of a pass."""
+    if which == "forward":
+        return NAMES
+    return (*NAMES, *(name + GRADIENT for name in WITH_GRADIENT))
 
 
 def serve(name: str, dtype: str, which: str) -> None:
@@ -97,9 +113,16 @@ def serve(name: str, dtype: str, which: str) -> None:
     out, lse = forward()
     call: Callable[[], Any] = forward
     if which == "backward":
+        from flashattn._api import gradients
+        from flashattn._arrays import NUMPY
+        from flashattn._options import parse
+
+        parsed = parse("attention_backward", options)
+        wanted = (True,) * 3 + (name.endswith(GRADIENT),) * 3
+        inputs = (query, key, value, parsed.mask, parsed.alibi_slopes, parsed.sinks)
 
         def call() -> Any:
-            return fa.attention_backward(dout, query, key, value, out, lse, **options)
+            return gradients(NUMPY, parsed, dout, None, out, lse, wanted, *inputs)
 
         call()
     print("ready", flush=True)
@@ -150,8 +173,8 @@ def verdict(row: dict[str, Any]) -> str:
 
 def measure(dtype: str, which: str, rounds: int) -> list[dict[str, Any]]:
     """A row for each option."""
-    children = [Child(name, dtype, which) for name in NAMES]
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    children = [Child(name, dtype, which) for name in names_of(which)]
+    times: dict[str, list[float]] = {child.name: [] for child in children}
     for _ in range(rounds):
         for child in children:
             times[child.name].append(child.seconds())
@@ -159,7 +182,7 @@ def measure(dtype: str, which: str, rounds: int) -> list[dict[str, Any]]:
         child.close()
     plain = statistics.median(times["plain"])
     rows = []
-    for name in NAMES:
+    for name in times:
         ratio = statistics.median(times[name]) / plain
         goal = GOALS.get(name) if which == "forward" else None
         row: dict[str, Any] = {"pass": which, "dtype": dtype, "option": name, "ratio": ratio}
@@ -169,7 +192,7 @@ def measure(dtype: str, which: str, rounds: int) -> list[dict[str, Any]]:
             "met": None if goal is None else ratio <= goal,
         }
         rows.append(row)
-        print(f"{which:<10}{dtype:<10}{name:<18}{ratio:7.3f}{verdict(row)}", flush=True)
+        print(f"{which:<10}{dtype:<10}{name:<28}{ratio:7.3f}{verdict(row)}", flush=True)
     return rows
 
 
