@@ -144,6 +144,10 @@ def attention_backward(
         dlse: gradient of lse, float32 (batch, query_heads, seqlen_q), or None for zero.
         **options: exactly those of the forward call:
 
+    Weights are computed again from lse, which is float32. On Metal those of a row are off by
+    abs(lse) * 2**-24, and n times too large where all n keys of a row are masked with float32's
+    least value; the CPU corrects both (docs/tolerances.md).
+
     Returns:
         AttentionGradients. dmask is float32 (float64 for a float64 mask) and None for a bool mask.
 
