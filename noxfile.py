@@ -69,6 +69,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def peers(session: nox.Session) -> None:
+    """Other packages' test grids, 300 cases of each: an hour. FLASHATTN_PEERS says how many."""
+    session.install(".[test]", "pytest-xdist")
+    wanted = os.environ.get("FLASHATTN_PEERS", "300")
+    tests = sorted(str(path) for path in (ROOT / "tests").glob("test_peers_*.py"))
+    session.run("pytest", "-n", jobs(), *tests, *session.posargs, env={"FLASHATTN_PEERS": wanted})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Ruff, clang-format and codespell: looks, changes nothing."""
     session.install("ruff==0.17.6", "clang-format==23.1.5", "codespell==2.4.3")
