@@ -12,11 +12,15 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+HEADER = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+# The name of one struct has changed, its layout has not.
+EXTENSIONS = ("XLA_FFI_InternalExtension", "XLA_FFI_Extension_Base")
+EXTENSION = next(name for name in EXTENSIONS if name in HEADER.read_text())
 BINDINGS = Path(__file__).resolve().parent.parent / "cpp" / "bindings"
 # ours: (theirs, {field of ours: field of theirs}). Structs that XLA embeds by value must be exactly
 # as long as ours; of the others it may know more fields than we do.
 STRUCTS = {
-    "Extension": ("XLA_FFI_Extension_Base", {"kind": "type", "next": "next"}),
+    "Extension": (EXTENSION, {"kind": "type", "next": "next"}),
     "Version": (
         "XLA_FFI_Api_Version",
         {"extensions": "extension_start", "major": "major_version", "minor": "minor_version"},
@@ -85,7 +89,7 @@ NUMBERS = {
 
 def assertions() -> list[str]:
     lines = ["static_assert(ours::kMajorVersion == XLA_FFI_API_MAJOR);"]
-    lines.append("static_assert(ours::kMinorVersion <= XLA_FFI_API_MINOR);")
+    lines.append("static_assert(ours::kOldestMinorVersion <= XLA_FFI_API_MINOR);")
     for name, (theirs, fields) in STRUCTS.items():
         our = f"ours::{name.strip()}"
         relation = "<=" if name in MAY_GROW else "=="

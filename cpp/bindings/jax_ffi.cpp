@@ -4,6 +4,7 @@
 // own with the library's text. flashattn/_jax.py makes the calls that are read here.
 #include "jax_ffi.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -201,14 +202,16 @@ xla::Error* fail(const xla::CallFrame& frame, xla::ErrorCode code, const char* m
   return frame.api->create_error(&arguments);
 }
 
-// XLA asks each handler once what it was made for.
+// XLA asks each handler once what it was made for: its own version, if it is one that is known
+// here.
 bool answered_metadata(const xla::CallFrame& frame) {
   if (frame.extensions == nullptr || frame.extensions->kind != xla::ExtensionKind::kMetadata) {
     return false;
   }
   xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(frame.extensions)->metadata;
   metadata.version.major = xla::kMajorVersion;
-  metadata.version.minor = xla::kMinorVersion;
+  metadata.version.minor = std::clamp(frame.api == nullptr ? 0 : frame.api->version.minor,
+                                      xla::kOldestMinorVersion, xla::kNewestMinorVersion);
   metadata.traits = 0;
   return true;
 }

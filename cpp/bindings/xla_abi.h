@@ -9,9 +9,11 @@
 
 namespace flashattn::xla {
 
-// What handlers say they were made for. XLA takes handlers of older minor versions.
+// Versions of the interface in which every struct below has this layout. XLA takes handlers made
+// for an older minor version than its own for a year at least.
 inline constexpr int kMajorVersion = 0;
-inline constexpr int kMinorVersion = 1;
+inline constexpr int kOldestMinorVersion = 1;
+inline constexpr int kNewestMinorVersion = 5;
 
 // Numbers of xla.PrimitiveType, as far as a call can have them.
 enum class ElementType : std::uint32_t {
