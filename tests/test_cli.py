@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import flashattn as fa
 import numpy as np
 import pytest
 from flashattn import _core
-from flashattn._cli import bench, check, demo, main, numerics, reference
+from flashattn._cli import _peers, bench, check, demo, main, numerics, reference
 from flashattn._cli.child import run_child
 
 
@@ -116,16 +117,107 @@ def test_bench_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["bench", "--dtype", "bfloat16"])
 
 
-def test_bench() -> None:
-    result = run_json(
-        "bench", "--shape", "1,64,2,32", "--rounds", "1", "--seconds", "0.01", "--threads", "1"
-    )
-    assert result["sides"] == ["flashattn", "torch"]
+TINY = ("--shape", "1,64,2,32", "--rounds", "1", "--seconds", "0.01", "--threads", "1")
+
+
+def installed_peers() -> list[str]:
+    return [n for n, side in _peers.SIDES.items() if importlib.util.find_spec(side.module)]
+
+
+def test_bench(tmp_path: Path) -> None:
+    """Against everything that is installed, with a picture where matplotlib is."""
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    picture = tmp_path / "bars"
+    result = run_json("bench", *TINY, *(["--plot", str(picture)] if drawn else []))
+    assert result["sides"] == ["flashattn", *installed_peers()]
+    assert not result["failed"]
+    assert set(result["versions"]) == set(result["sides"])
     kinds = [(cell["causal"], cell["backward"]) for cell in result["cells"]]
     assert kinds == [(False, False), (False, True), (True, False), (True, True)]
     for cell in result["cells"]:
-        ours, theirs = (cell["gflops"][side] for side in result["sides"])
-        assert cell["ratio"] == pytest.approx(ours / theirs)
+        assert set(cell["gflops"]) == set(result["sides"])
+        ours = cell["gflops"]["flashattn"]
+        for side, ratio in cell["ratios"].items():
+            assert ratio == pytest.approx(ours / cell["gflops"][side])
+        measured = {s for s, speed in cell["gflops"].items() if speed is not None}
+        assert set(cell["ratios"]) == measured - {"flashattn"}
+    if drawn:
+        assert result["plot"] == f"{picture}.svg"
+        assert "<svg" in picture.with_suffix(".svg").read_text()
+
+
+def test_bench_quick_suite_in_words(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Gaps, a side that fails, and the exit status, without the work."""
+    monkeypatch.setattr(bench, "_peers", lambda named: ["torch", "onnxruntime", "mlx"])
+    asked = []
+
+    def child(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request)
+        if request["side"] == failing:
+            return {"error": "it is gone"}
+        one: dict[str, Any] = {"wall": 0.5, "cpu": 0.5}
+        cells = request["cells"]
+        gap = {"skipped": "no such kernel"}
+        onnx = request["side"] == "onnxruntime"
+        times = [gap if onnx and cell["backward"] else one for cell in cells]
+        return {"version": "1", "times": times}
+
+    monkeypatch.setattr(bench, "run_child", child)
+    failing = "mlx"
+    assert main(["bench", "--suite", "quick"]) == 0
+    text = capsys.readouterr().out
+    assert "mlx did not finish: it is gone" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("forward", "backward"))]
+    assert len(rows) == 8
+    assert all(row[-1] == ("-" if row[0] == "backward" else "1.00") for row in rows)
+    assert all(row[-2] == "1.00" for row in rows)
+    assert [request["side"] for request in asked] == ["flashattn", "torch", "onnxruntime", "mlx"]
+    failing = "flashattn"
+    assert main(["bench", "--suite", "quick"]) == 1
+    assert "flashattn did not finish" in capsys.readouterr().out
+
+
+def test_bench_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="mlx is not installed"):
+        main(["bench", *TINY, "--against", "mlx"])
+    with pytest.raises(SystemExit, match="--plot needs the package matplotlib"):
+        main(["bench", *TINY, "--plot", "bars.svg"])
+
+
+@pytest.mark.parametrize("name", sorted(_peers.SIDES))
+def test_every_side_computes_attention(name: str) -> None:
+    """What is timed on a side is what is timed here."""
+    side = _peers.SIDES[name]
+    pytest.importorskip(side.module)
+    if name == "onnxruntime":
+        pytest.importorskip("onnx", reason="onnx makes its model")
+    cell = {"shape": (1, 24, 2, 16), "dtype": "float32", "causal": True, "backward": False}
+    code = """
+import json, sys, numpy as np, flashattn as fa
+from flashattn._cli import _peers
+from flashattn._cli.problems import random_arrays
+name, cell = json.loads(sys.argv[1])
+side = _peers.SIDES[name]
+side.prepare(1)
+q, k, v, dout = random_arrays([tuple(cell["shape"])] * 4, "float32")
+out, lse = fa.attention_forward(q, k, v, causal=True)
+expected = {False: [out], True: fa.attention_backward(dout, q, k, v, out, lse, causal=True)[:3]}
+for backward in (False, True):
+    cell["backward"] = backward
+    try:
+        call = side.call(cell)
+    except NotImplementedError:
+        assert name == "onnxruntime" and backward
+        continue
+    got = side.numpy(call(), cell)
+    assert len(got) == (3 if backward else 1)
+    for one, other in zip(got, expected[backward], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+"""
+    command = [sys.executable, "-c", code, json.dumps([name, cell])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 `work` answers requests of `run_child`: it builds the arrays for each cell, warms up, and returns
 the median time of a few runs. Both clocks are reported: wall time, and this process's processor
-time, which other processes on the machine disturb least.
+time, which other processes on the machine disturb least. `_peers` has the other frameworks' calls.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,27 +19,62 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
+_SLOW_SECONDS = 1.0  # runs that take so long together are not repeated
+
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
-    """{"times": [{"wall", "cpu"} in seconds for each cell]}.
+    """{"version", "times": [{"wall", "cpu"} in seconds or {"skipped": reason} for each cell]}.
 
-    request: side ("flashattn" or "torch"), threads, seconds (to spend on each cell), and cells,
-    each with shape (batch, seqlen, heads, head_dim), dtype, causal, backward.
+    request: side (a key of `_peers.SIDES` or "flashattn"), threads, seconds (to spend on each
+    cell), and cells, each with shape (batch, seqlen, heads, head_dim), dtype, causal, backward.
     """
-    build = {"flashattn": _flashattn_call, "torch": _torch_call}[request["side"]]
-    times = [
-        measure(build(cell, request["threads"]), request["seconds"]) for cell in request["cells"]
-    ]
-    return {"times": times}
+    _keep_to_processors(request["threads"])
+    build: Callable[[dict[str, Any]], Call]
+    if request["side"] == "flashattn":
+        import flashattn as fa
+
+        version, build = fa.__version__, _flashattn_call
+        fa.set_num_threads(request["threads"])
+    else:
+        from flashattn._cli import _peers
+
+        peer = _peers.SIDES[request["side"]]
+        version, build = peer.prepare(request["threads"]), peer.call
+    return {
+        "version": version,
+        "times": [_timed(build, cell, request["seconds"]) for cell in request["cells"]],
+    }
+
+
+def _keep_to_processors(threads: int) -> None:
+    """Not every framework can be told its threads, but each counts the processors that it may use.
+
+    Comes before a framework is imported.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, allowed[:threads])
+
+
+def _timed(build: Callable[[dict[str, Any]], Call], cell: dict[str, Any], seconds: float) -> Any:
+    try:
+        call = build(cell)
+    except NotImplementedError as reason:
+        return {"skipped": str(reason)}
+    times = measure(call, seconds)
+    less = getattr(call, "less", None)  # what the call does besides and cannot leave out
+    if less is not None:
+        times = {clock: times[clock] - took for clock, took in measure(less, seconds).items()}
+    return times
 
 
 def measure(call: Call, seconds: float) -> dict[str, float]:
-    """Medians over about `seconds` of runs, at least three, after one to warm up."""
+    """Medians over about `seconds` of runs, at least three unless one is slow, after a first."""
     call()
     wall: list[float] = []
     cpu: list[float] = []
     end = time.perf_counter() + seconds
-    while len(wall) < 3 or time.perf_counter() < end:
+    while (len(wall) < 3 and sum(wall) < _SLOW_SECONDS) or time.perf_counter() < end:
         start, start_cpu = time.perf_counter(), time.process_time()
         call()
         cpu.append(time.process_time() - start_cpu)
@@ -46,30 +82,12 @@ def measure(call: Call, seconds: float) -> dict[str, float]:
     return {"wall": statistics.median(wall), "cpu": statistics.median(cpu)}
 
 
-def _flashattn_call(cell: dict[str, Any], threads: int) -> Call:
+def _flashattn_call(cell: dict[str, Any]) -> Call:
     import flashattn as fa
 
-    fa.set_num_threads(threads)
     q, k, v, dout = random_arrays([tuple(cell["shape"])] * 4, numpy_dtype(cell["dtype"]))
     causal = cell["causal"]
     out, lse = fa.attention_forward(q, k, v, causal=causal)
     if cell["backward"]:
         return lambda: fa.attention_backward(dout, q, k, v, out, lse, causal=causal)
     return lambda: fa.attention_forward(q, k, v, causal=causal)
-
-
-def _torch_call(cell: dict[str, Any], threads: int) -> Call:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    torch.set_num_threads(threads)
-    dtype = getattr(torch, cell["dtype"])
-    arrays = random_arrays([tuple(cell["shape"])] * 4, "float32")
-    # The same memory as ours, (batch, seqlen, heads, dim), seen in torch's axis order.
-    q, k, v, dout = (torch.from_numpy(x).to(dtype).transpose(1, 2) for x in arrays)
-    causal = cell["causal"]
-    if not cell["backward"]:
-        return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
