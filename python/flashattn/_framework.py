@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def output_shapes(
@@ -89,6 +92,17 @@ class Framework(Protocol):
     ) -> tuple[Any, ...]:
         """The six gradients of (query, key, value) from (dout, dlse, out, lse) likewise."""
 
+    def kvcache(
+        self, tensors: Any, own: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """attention_kvcache by the framework's own means; None where the core does it.
+
+        Args:
+            tensors: query, k_cache, v_cache.
+            own: the arguments that no other call has, and out.
+            options: the options, and block_table.
+        """
+
     def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> tuple[Any, Any] | None:
         """merge_attention by the framework's own means; None where the core does it."""
 
@@ -117,6 +131,11 @@ class NothingSpecial:
         self, function: str, results: Any, tensors: Any, options: Any
     ) -> tuple[Any, ...]:
         raise AssertionError("unreachable: is_dispatched is False")
+
+    def kvcache(
+        self, tensors: Any, own: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Any, Any] | None:
+        return None
 
     def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> tuple[Any, Any] | None:
         return None

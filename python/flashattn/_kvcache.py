@@ -13,7 +13,7 @@ from flashattn._arrays import framework_of
 from flashattn._options import AttentionOptions, documents_options, parse, per_batch_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from typing_extensions import Unpack
 
@@ -84,10 +84,48 @@ def attention_kvcache(
     framework = framework_of(_FUNCTION, query, k_cache, v_cache, ("k_cache", "v_cache"))
     if options.get("kv_lengths") is not None:
         raise ValueError(f"{_FUNCTION}: kv_lengths (given) must be given as cache_seqlens")
+    own: dict[str, Any] = {
+        "cache_seqlens": cache_seqlens,
+        "k": k,
+        "v": v,
+        "cache_batch_idx": cache_batch_idx,
+        "leftpad": leftpad,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_interleaved": bool(rotary_interleaved),
+        "out": out,
+    }
+    arrays = (query, k_cache, v_cache)
+    learned = (options.get("mask"), options.get("alibi_slopes"), options.get("sinks"))
+    _check_gradient(*arrays, k, v, rotary_cos, rotary_sin, *learned)
+    found = framework.kvcache(arrays, own, {**options, "block_table": block_table})
+    if found is not None:
+        return found
+    return run(*arrays, block_table=block_table, options=options, **own)
+
+
+def run(
+    query: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    cache_seqlens: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    cache_batch_idx: Any,
+    leftpad: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: bool,
+    options: Mapping[str, Any],
+    out: Any = None,
+) -> tuple[Any, Any]:
+    """The call itself; arguments as in `attention_kvcache`."""
+    framework = framework_of(_FUNCTION, query, k_cache, v_cache, ("k_cache", "v_cache"))
     parsed = parse(_FUNCTION, options)
     if parsed.dropout_p > 0 and "dropout_seed" not in options:
         parsed.dropout_seed = framework.draw_seed()
-    _check_gradient(query, k_cache, v_cache, k, v, parsed)
     if k is not None:
         _check_writable(framework, k_cache=k_cache, v_cache=v_cache)
     lengths, places, starts, table = (
@@ -115,7 +153,7 @@ def attention_kvcache(
             table,
             rotary_cos,
             rotary_sin,
-            bool(rotary_interleaved),
+            rotary_interleaved,
             parsed,
             caller_outputs,
         )

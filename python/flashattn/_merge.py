@@ -11,6 +11,8 @@ from flashattn._arrays import one_framework
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashattn._framework import Framework
+
 _FUNCTION = "merge_attention"
 
 
@@ -39,7 +41,7 @@ def merge_attention(
     Raises:
         ValueError: no part, or shapes that differ.
         TypeError: dtypes or frameworks that differ or do not fit.
-        NotImplementedError: arrays outside of host memory.
+        NotImplementedError: arrays outside of host memory; torch.func and torch.vmap.
     """
     outs, lses = list(outs), list(lses)
     if not outs:
@@ -60,31 +62,36 @@ def merge_attention(
     merged = framework.merge(outs, lses, heads_first)
     if merged is not None:
         return merged
-
-    def run(*tensors: Any) -> tuple[Any, Any]:
-        parts, sums = list(tensors[: len(outs)]), list(tensors[len(outs) :])
-        out, lse = framework.gradient(parts[0]), framework.gradient(sums[0])
-        _core.merge(parts, sums, out, lse, heads_first)
-        return framework.finish(out, parts[0]), framework.finish(lse, parts[0])
-
-    def backward(dout: Any, dlse: Any, wanted: Sequence[bool], *tensors: Any) -> list[Any]:
-        results = [
-            framework.gradient(x) if want else None for x, want in zip(tensors, wanted, strict=True)
-        ]
-        count = len(outs)
-        _core.merge_backward(
-            list(tensors[:count]),
-            list(tensors[count:]),
-            dout,
-            dlse,
-            results[:count],
-            results[count:],
-            heads_first,
-        )
-        return results
-
     torch_module = sys.modules.get("flashattn._torch")
     if torch_module is not None and torch_module.records_gradient(*outs, *lses):
-        result: tuple[Any, Any] = torch_module.MergeFunction.apply(run, backward, *outs, *lses)
+        result: tuple[Any, Any] = torch_module.record_merge(framework, outs, lses, heads_first)
         return result
-    return run(*outs, *lses)
+    return run(framework, outs, lses, heads_first)
+
+
+def run(
+    framework: Framework, outs: list[Any], lses: list[Any], heads_first: bool
+) -> tuple[Any, Any]:
+    """(out, lse) in new arrays."""
+    out, lse = framework.gradient(outs[0]), framework.gradient(lses[0])
+    _core.merge(outs, lses, out, lse, heads_first)
+    return framework.finish(out, outs[0]), framework.finish(lse, outs[0])
+
+
+def gradients(
+    framework: Framework,
+    dout: Any,
+    dlse: Any,
+    wanted: Sequence[bool],
+    outs: list[Any],
+    lses: list[Any],
+    heads_first: bool,
+) -> list[Any]:
+    """Gradients of all outs and then all lses; None where none is wanted."""
+    results = [
+        framework.gradient(x) if want else None
+        for x, want in zip([*outs, *lses], wanted, strict=True)
+    ]
+    count = len(outs)
+    _core.merge_backward(outs, lses, dout, dlse, results[:count], results[count:], heads_first)
+    return results

@@ -12,11 +12,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flashattn import _core
+from flashattn import _core, _merge
 from flashattn._framework import output_shapes, packed_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
 _core.register_torch(torch.Tensor, torch.nn.Parameter)
 
@@ -123,8 +123,22 @@ class TorchFramework:
         with torch.no_grad():
             return _torch_ops.dispatch_backward(function, results, tensors, options)
 
-    def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> None:
-        return None
+    def kvcache(
+        self, tensors: Any, own: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Any, Any] | None:
+        if not (self.is_special(*tensors) and self.is_dispatched(*tensors)):
+            return None
+        from flashattn import _torch_cache_ops
+
+        return _torch_cache_ops.dispatch(tensors, own, options)
+
+    def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> tuple[Any, Any] | None:
+        pairs = [(out, out, lse) for out, lse in zip(outs, lses, strict=True)]
+        if not any(self.is_special(*pair) and self.is_dispatched(*pair) for pair in pairs):
+            return None
+        from flashattn import _torch_merge_ops
+
+        return _torch_merge_ops.dispatch(outs, lses, heads_first)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,14 +203,12 @@ class MergeFunction(torch.autograd.Function):
     """merge_attention as one autograd node with outputs (out, lse). Not twice differentiable."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., Any], gradients: Callable[..., Any], *tensors: Any
-    ) -> Any:
-        """`run(*tensors)` gives (out, lse), `gradients(dout, dlse, wanted, *tensors)` theirs."""
+    def forward(ctx: Any, framework: Any, heads_first: bool, *tensors: Any) -> Any:
+        """tensors: all outs and then all lses."""
         ctx.save_for_backward(*tensors)
-        ctx.gradients = gradients
+        ctx.framework, ctx.heads_first = framework, heads_first
         ctx.set_materialize_grads(False)
-        return run(*tensors)
+        return _merge.run(framework, *_halves(tensors), heads_first)
 
     @staticmethod
     @once_differentiable
@@ -206,7 +218,23 @@ class MergeFunction(torch.autograd.Function):
             return (None,) * (2 + len(tensors))
         if dout is None:
             dout = torch.zeros_like(tensors[0])
-        return (None, None, *ctx.gradients(dout, dlse, ctx.needs_input_grad[2:], *tensors))
+        wanted = ctx.needs_input_grad[2:]
+        parts = (*_halves(tensors), ctx.heads_first)
+        return (None, None, *_merge.gradients(ctx.framework, dout, dlse, wanted, *parts))
+
+
+def _halves(tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    count = len(tensors) // 2
+    return list(tensors[:count]), list(tensors[count:])
+
+
+def record_merge(
+    framework: Any, outs: Sequence[Any], lses: Sequence[Any], heads_first: bool
+) -> tuple[Any, Any]:
+    """A merge as one node of the graph."""
+    apply: Any = MergeFunction.apply
+    result: tuple[Any, Any] = apply(framework, heads_first, *outs, *lses)
+    return result
 
 
 def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, bool]:

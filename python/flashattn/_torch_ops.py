@@ -49,8 +49,8 @@ _VALUES = {
 }
 _NAMES = (*_ARRAYS, *_VALUES)
 _UNSET: dict[str, Any] = {**dict.fromkeys(_ARRAYS), **DEFAULTS}
-_PARAMETERS = ", ".join(f"{kind} {name}" for name, kind in (_ARRAYS | _VALUES).items())
-_INPUTS = f"Tensor query, Tensor key, Tensor value, {_PARAMETERS}"
+PARAMETERS = ", ".join(f"{kind} {name}" for name, kind in (_ARRAYS | _VALUES).items())
+_INPUTS = f"Tensor query, Tensor key, Tensor value, {PARAMETERS}"
 _CAUSAL = {"False": False, "True": True, "top_left": "top_left"}
 _UNSIGNED = ("dropout_seed", "dropout_offset")
 
@@ -89,9 +89,14 @@ def pack(function: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple([given[name] for name in _NAMES])
 
 
-def _unpack(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def option_values(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The operators' arguments behind query, key, value by their names."""
+    return dict(zip(_NAMES, arguments, strict=True))
+
+
+def unpack(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The public options that are set; and cu_seqlens_q, cu_seqlens_k, block_table."""
-    given = dict(zip(_NAMES, arguments, strict=True))
+    given = option_values(arguments)
     packed = tuple(given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
     given["causal"] = _CAUSAL[given["causal"]]
     given["window"] = tuple(given["window"])
@@ -108,7 +113,7 @@ def _unpack(arguments: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...]
 
 def _parse(backward: bool, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
     """The core's options, and whether the sequences are packed."""
-    options, (cu_seqlens_q, cu_seqlens_k, block_table) = _unpack(arguments)
+    options, (cu_seqlens_q, cu_seqlens_k, block_table) = unpack(arguments)
     suffix = "_backward" if backward else ""
     if cu_seqlens_q is None:
         return parse_own(f"attention{suffix}", options), False
@@ -128,7 +133,7 @@ def forward(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Any, Any
 
 @forward.register_fake
 def _(query: Any, key: Any, value: Any, *arguments: Any) -> tuple[Any, Any]:
-    given = dict(zip(_NAMES, arguments, strict=True))
+    given = option_values(arguments)
     if given["cu_seqlens_q"] is not None:
         out, lse = packed_shapes(query.shape, value.shape)
     else:
@@ -200,7 +205,7 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         inputs[n] = tensor
     # The differentiable inputs lead the arguments.
     wanted = list(ctx.needs_input_grad[:6])
-    operator: Any = _TransformedBackward.apply if _is_transformed() else backward
+    operator: Any = _TransformedBackward.apply if is_transformed() else backward
     gradients = iter(operator(dout, dlse, out, lse, wanted, *inputs))
     for n, want in enumerate(wanted):
         if want:
@@ -208,12 +213,17 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _refuse(ctx: Any, *gradients: Any) -> None:
+def refuse_second(ctx: Any, *gradients: Any) -> None:
+    """The derivative of a gradient.
+
+    Raises:
+        RuntimeError: always.
+    """
     raise RuntimeError("attention: a second derivative is not supported")
 
 
 forward.register_autograd(_gradients, setup_context=_save)
-backward.register_autograd(_refuse)
+backward.register_autograd(refuse_second)
 
 
 def _each(operator: Any) -> Any:
@@ -240,7 +250,8 @@ forward.register_vmap(_each(forward))
 backward.register_vmap(_each(backward))
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
+    """Whether one of functorch's transforms is at work, which cannot differentiate operators."""
     if torch.compiler.is_compiling():  # torch.compile traces the transforms themselves
         return False
     return torch._C._functorch.maybe_current_level() is not None
@@ -279,7 +290,7 @@ class _TransformedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> None:
-        _refuse(ctx, *gradients)
+        refuse_second(ctx, *gradients)
 
 
 def dispatch(
@@ -290,7 +301,7 @@ def dispatch(
         seed = torch.randint(0, 2**63 - 1, (), device="cpu")
         options = {**options, "drawn_seed": seed}
     inputs = (query, key, value, *pack(function, options))
-    operator: Any = _Transformed.apply if _is_transformed() else forward
+    operator: Any = _Transformed.apply if is_transformed() else forward
     result: tuple[Any, Any] = operator(*inputs)
     return result
 
