@@ -11,7 +11,8 @@ from typing import Any
 import flashattn as fa
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_PACKAGES = ("flashattn", "numpy", "torch", "openvino", "onnxruntime", "onnx", "ml_dtypes")
+_PACKAGES = ("flashattn", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "mlx", "openvino")
+_PACKAGES += ("onnxruntime", "onnx")
 
 
 def facts() -> dict[str, Any]:
@@ -35,9 +36,9 @@ def facts() -> dict[str, Any]:
     }
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """results/NAME.json, with the facts in front."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """NAME.json in the folder, with the facts in front."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": facts(), **result}, indent=1) + "\n")
     return path

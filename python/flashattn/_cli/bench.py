@@ -3,7 +3,7 @@
 The others are torch, JAX, MLX and ONNX Runtime, each by its own attention for the CPU. Each side
 runs in a process of its own and they alternate; a framework that lacks a pass or a dtype leaves a
 gap, and one that fails is named below the table. The exit status is 1 when this package's own side
-fails. benchmarks/cpu_vs_peers.py in the source tree is the thorough form.
+fails. benchmarks/run.py in the source tree is the thorough form.
 """
 
 from __future__ import annotations
