@@ -349,6 +349,42 @@ def test_errors_of_values_are_the_runtimes() -> None:
     assert same(fa.attention(q, k, v, kv_lengths=[9, 9]), fa.attention(q, k, v))
 
 
+def test_calls_that_are_not_ours_are_errors() -> None:
+    """The handlers believe nothing that a program says of its arrays."""
+    q, k, v = random(*QKV)
+    shapes = (jax.ShapeDtypeStruct((2, 9, 4, 8), np.float32),)
+    shapes += (jax.ShapeDtypeStruct((2, 4, 9), np.float32),)
+    words = jnp.zeros((10, 2), jnp.uint32)
+    qkv, results = {"operands": "query key value"}, {"results": "out lse"}
+    wrong: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "2 buffers must be query key value": ((q, k), qkv | results),
+        "2 buffers must be out": ((q, k, v), qkv | {"results": "out"}),
+        "must have a query": ((q, k, v), {"operands": "a b c"} | results),
+        "operands has another kind": ((q, k, v), {"operands": 3} | results),
+        r"query\.ndim \(3\) must be 4": ((q[0], k, v), qkv | results),
+        r"lse\.shape must begin as query's": ((q[None, None], k, v), qkv | results),
+        r"key\.shape must begin as query's": ((q[None], jnp.stack([k] * 3), v), qkv | results),
+        "numbers must be uint32": (
+            (q, k, v, words[1:]),
+            {"operands": "query key value numbers"} | results,
+        ),
+        r"mask\.dtype \(XLA type 6\)": (
+            (q, k, v, jnp.zeros((1, 1, 9, 9), jnp.uint8)),
+            {"operands": "query key value mask"} | results,
+        ),
+        "attribute window_left must be int64": (
+            (q, k, v),
+            qkv | results | {"window_left": np.int32(3)},
+        ),
+        "attribute scale must be float64": ((q, k, v), qkv | results | {"scale": np.float32(3)}),
+        r"value\.ndim": ((q, k), {"operands": "query key"} | results),
+    }
+    for text, (operands, attributes) in wrong.items():
+        call = jax.ffi.ffi_call("flashattn_forward", shapes, vmap_method="expand_dims")
+        with pytest.raises(RuntimeError, match=text):
+            jax.block_until_ready(call(*operands, **attributes))
+
+
 def test_no_second_derivative() -> None:
     q, k, v = random(*QKV)
 

@@ -56,6 +56,8 @@ struct Call {
                             (packed ? "3" : "4"));
     }
     lead_sizes.assign(first.sizes, first.sizes + lead);
+    operands.check_lead(lead_sizes, true);
+    results.check_lead(lead_sizes, false);
   }
 
   xla::FrameAttributes attributes;
@@ -123,7 +125,8 @@ std::vector<std::uint64_t> Example::numbers() const {
     const std::int64_t size = buffer->sizes[axis];
     row = row * size + (size == 1 ? 0 : index_[axis]);
   }
-  const auto* words = static_cast<const std::uint32_t*>(buffer->data) + row * 2 * kNumbers;
+  const auto* words =
+      static_cast<const std::uint32_t*>(buffer->data) + row * 2 * std::int64_t{kNumbers};
   for (std::size_t i = 0; i < kNumbers; ++i) {
     values[i] = words[2 * i] | static_cast<std::uint64_t>(words[2 * i + 1]) << 32;
   }

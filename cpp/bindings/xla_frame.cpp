@@ -94,6 +94,19 @@ const Buffer* NamedBuffers::find(std::string_view name) const {
   return nullptr;
 }
 
+void NamedBuffers::check_lead(const std::vector<std::int64_t>& sizes, bool shared) const {
+  for (const auto& [name, buffer] : buffers_) {
+    bool fits = buffer->rank >= static_cast<std::int64_t>(sizes.size());
+    for (std::size_t axis = 0; fits && axis < sizes.size(); ++axis) {
+      const std::int64_t size = buffer->sizes[axis];
+      fits = size == sizes[axis] || (shared && size == 1);
+    }
+    if (!fits) {
+      throw InvalidArgument("attention: " + std::string(name) + ".shape must begin as query's");
+    }
+  }
+}
+
 TensorView NamedBuffers::view(std::string_view name,
                               const std::vector<std::int64_t>& example) const {
   const Buffer* buffer = find(name);

@@ -36,8 +36,9 @@ class NamedBuffers {
   NamedBuffers(const Values& values, std::string_view names);
 
   const Buffer* find(std::string_view name) const;  // null where there is none
-  // The array of one example. vmap puts `lead` axes before those of the call: size 1 where all
-  // examples share the array, else the number of examples.
+  // Throws unless each array has the axes of vmap in front: of these sizes, or where `shared` of 1.
+  void check_lead(const std::vector<std::int64_t>& sizes, bool shared) const;
+  // The array of one example, whose index has as many axes as check_lead was given.
   TensorView view(std::string_view name, const std::vector<std::int64_t>& example) const;
 
  private:

@@ -15,6 +15,7 @@ import numpy as np
 
 from flashattn import _api, _core, _varlen
 from flashattn._arrays import DLPackFramework
+from flashattn._metal import MetalArray, is_on_metal
 from flashattn._options import parse_own
 
 if TYPE_CHECKING:
@@ -25,11 +26,16 @@ _RAW = "attention_forward and attention_backward are not differentiable: flashat
 
 
 class MlxFramework(DLPackFramework):
-    """MLX arrays in host memory."""
+    """MLX arrays, on a Mac in Metal memory. Results are copied once, into arrays of MLX's own."""
+
+    def _new(self, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        if is_on_metal(like):
+            return MetalArray(like, shape, dtype)
+        return super()._new(like, shape, dtype)
 
     def finish(self, array: Any, like: Any) -> Any:
-        if not isinstance(array, np.ndarray):  # in Metal memory
-            return super().finish(array, like)
+        if isinstance(array, MetalArray):
+            array = array.numpy()
         if array.dtype.name == "bfloat16":
             return mx.array(array.view(np.uint16)).view(mx.bfloat16)
         return mx.array(array)
