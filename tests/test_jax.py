@@ -19,6 +19,8 @@ from reference import Gradients
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
+from flashattn import _jax  # noqa: E402 - needs jax
+
 SIZES: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "seqlen_q": 19, "seqlen_k": 23}
 CASES = {
     "plain": Case(**SIZES),
@@ -380,7 +382,7 @@ def test_calls_that_are_not_ours_are_errors() -> None:
         r"value\.ndim": ((q, k), {"operands": "query key"} | results),
     }
     for text, (operands, attributes) in wrong.items():
-        call = jax.ffi.ffi_call("flashattn_forward", shapes, vmap_method="expand_dims")
+        call = jax.ffi.ffi_call(_jax._FORWARD_TARGET, shapes, vmap_method="expand_dims")
         with pytest.raises(RuntimeError, match=text):
             jax.block_until_ready(call(*operands, **attributes))
 
