@@ -1,10 +1,10 @@
 """Pictures of the results: `python benchmarks/plot.py [--results FOLDER] [--to FOLDER]`.
 
-Draws what is there, as SVG: throughput.svg (GFLOP/s against the sequence length, with the peak),
-decode.svg (GB/s against the cache's length, with the read bandwidth), memory.svg (bytes above
-inputs and outputs against the sequence length) and scaling.svg (time against sequence length,
-window, batch and threads). Needs matplotlib, and results of run.py --suite scaling and
-peak_memory.py.
+Draws what is there, as SVG: speed_against_torch.svg (means over the cells with bars),
+throughput.svg (GFLOP/s against the sequence length, with the peak), decode.svg (GB/s against the
+cache's length, with the read bandwidth), memory.svg (bytes above inputs and outputs against the
+sequence length) and scaling.svg (time against sequence length, window, batch and threads). Needs
+matplotlib, and results of run.py (suites cpu_vs_peers and scaling) and peak_memory.py.
 """
 
 from __future__ import annotations
@@ -112,6 +112,27 @@ def memory_picture(pyplot: Any, rows: list[dict[str, Any]]) -> Any:
     return figure
 
 
+def speed_picture(pyplot: Any, means: list[dict[str, Any]], device: str) -> Any:
+    """How many times as fast as torch's own attention: geometric means over the shapes."""
+    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
+    kinds = list(dict.fromkeys((row["pass"], row["dtype"]) for row in means))
+    for causal, color, offset in ((False, "0.55", -0.2), (True, "C0", 0.2)):
+        own = {(r["pass"], r["dtype"]): r["geometric_mean"] for r in means if r["causal"] is causal}
+        places = [n + offset for n, kind in enumerate(kinds) if kind in own]
+        heights = [own[kind] for kind in kinds if kind in own]
+        label = "causal" if causal else "full"
+        bars = axes.bar(places, heights, 0.38, color=color, label=label)
+        axes.bar_label(bars, fmt="{:.1f}", fontsize=8)
+    axes.axhline(1, color="k", linewidth=0.8, linestyle="--")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(range(len(kinds)), ["\n".join(kind) for kind in kinds], fontsize=8)
+    axes.set_ylabel("times torch's SDPA")
+    axes.set_title(f"One thread of {device}, geometric means of six shapes", fontsize=9)
+    axes.legend()
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=machine.RESULTS)
@@ -126,6 +147,11 @@ def main() -> None:
     from matplotlib import pyplot
 
     figures: dict[str, Any] = {}
+    bars = arguments.results / "cpu_vs_peers.json"
+    if bars.exists():
+        found = json.loads(bars.read_text())
+        device = f"{found['machine']['cpu']} ({found['machine']['isa']})"
+        figures["speed_against_torch"] = speed_picture(pyplot, found["means"], device)
     scaling = arguments.results / arguments.scaling
     if scaling.exists():
         cells = json.loads(scaling.read_text())["cells"]

@@ -1,6 +1,8 @@
 """What the documents say: their Python runs, their links lead somewhere, and the version is one."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import flashattn
@@ -31,3 +33,18 @@ def test_the_version_is_the_one_in_cmakelists() -> None:
     found = re.search(r"project\(flashattn VERSION ([0-9.]+)", text)
     assert found is not None
     assert flashattn.__version__ == found[1]
+
+
+def test_every_claim_of_verify_is_in_its_document() -> None:
+    """docs/verify.py measures them; here only that it knows what the documents say."""
+    spec = importlib.util.spec_from_file_location("verify", ROOT / "docs" / "verify.py")
+    assert spec is not None
+    assert spec.loader is not None
+    verify = sys.modules["verify"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(verify)
+    for claim in verify.CLAIMS:
+        assert claim.claimed() > 0
+        assert claim.holds(claim.claimed())
+        assert not claim.holds(2 * claim.claimed())
+    exact = [claim for claim in verify.CLAIMS if claim.kind == "work"]
+    assert all(claim.measure() == claim.claimed() for claim in exact)
