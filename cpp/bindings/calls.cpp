@@ -4,6 +4,7 @@
 // and the values of options are checked by make_problem, not here.
 #include "calls.h"
 
+#include "computing.h"
 #include "core/per_batch.h"
 #include "flashattn/attention.h"
 #include "flashattn/dropout.h"
@@ -26,7 +27,7 @@ void run_forward(nb::handle query, nb::handle key, nb::handle value, nb::handle 
       .inputs = inputs.views(options), .out = bshd(out_array, options), .lse = lse_array.view()};
   const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
-  const nb::gil_scoped_release release;
+  const Computing computing;
   forward(tensors, plain);
 }
 
@@ -63,7 +64,7 @@ void run_backward(nb::handle query, nb::handle key, nb::handle value, const Grad
                              .dsinks = dsinks.view()};
   const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
-  const nb::gil_scoped_release release;
+  const Computing computing;
   backward(tensors, plain);
 }
 
@@ -110,7 +111,7 @@ void run_kvcache(nb::handle query, nb::handle key, nb::handle value, nb::handle 
   views.block_table = block_table.view();
   const PerBatchValues values(views);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
-  const nb::gil_scoped_release release;
+  const Computing computing;
   attention_kvcache(tensors, plain);
 }
 

@@ -5,9 +5,11 @@
 
 #include <cstdlib>
 #include <exception>
+#include <new>
 
 #include "buffer.h"
 #include "calls.h"
+#include "computing.h"
 #include "flashattn/error.h"
 #include "jax_ffi.h"
 #include "machine.h"
@@ -32,6 +34,10 @@ void translate(const std::exception_ptr& pointer, void*) {
     PyErr_SetString(PyExc_NotImplementedError, error.what());
   } catch (const flashattn::DeviceError& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError, "flashattn: a call needs more memory than there is");
+  } catch (const flashattn::Interrupted&) {
+    flashattn::python::raise_interrupt();
   }
 }
 
@@ -44,6 +50,7 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(std::getenv("FLASHATTN_LEAK_WARNINGS") != nullptr);
   nb::register_exception_translator(&translate);
   flashattn::python::bind_buffer(module);
+  flashattn::python::bind_computing();
   flashattn::python::bind_arrays(module);
   flashattn::python::bind_calls(module);
   flashattn::python::bind_jax_ffi(module);

@@ -1,4 +1,4 @@
-// The four ways a call can fail. The Python module maps them one to one:
+// The ways a call can fail. The Python module maps the first four one to one:
 // InvalidArgument -> ValueError, InvalidType -> TypeError, Unsupported -> NotImplementedError,
 // DeviceError -> RuntimeError. Every message reads "function: name (got) must ... (expected)".
 #pragma once
@@ -27,6 +27,12 @@ class Unsupported : public std::runtime_error {
 
 // A device refused or failed; the text carries the driver's diagnostics.
 class DeviceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The program wanted the call to end (interrupt.h).
+class Interrupted : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };

@@ -94,6 +94,7 @@ static void accumulate_blocks(const AttentionJob& job, const BackwardTask& task)
   for (std::int64_t g = 0; g < job.heads_per_kv; ++g) {
     const std::int64_t head = task.kv_head * job.heads_per_kv + g;
     for (std::int64_t i = task.blocks.first; i < task.blocks.end; i += task.blocks.step) {
+      if (is_ending(job)) return;
       load_query_block(job, shape, task.batch, head, i * kBlockQ, block);
       const RowsAhead ahead = RowsAhead::of(job, task, g, i);
       if constexpr (modified) {

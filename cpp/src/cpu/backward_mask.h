@@ -287,6 +287,7 @@ static void sum_mask_region(const AttentionJob& job, const MaskRegion& region, v
     const std::int64_t last = (region.heads.end - 1) / job.heads_per_kv;
     for (std::int64_t kv = region.heads.begin / job.heads_per_kv; kv <= last; ++kv) {
       for (std::int64_t key = region.keys.begin; key < region.keys.end; key += kMaskChunkKeys) {
+        if (is_ending(job)) return;
         add_mask_heads(job, region, {.batch = batch, .kv_head = kv, .first_key = key}, work, sums);
       }
     }

@@ -67,6 +67,7 @@ void run_whole_heads(const Call& call, ThreadPool& pool, const std::vector<std::
     return entries[static_cast<std::size_t>(index / job.kv_heads)];
   };
   pool.parallel_for(heads, [&](std::int64_t index) {
+    if (is_ending(job)) return;
     const std::int64_t batch = entry_of(index);
     const AttentionJob own = job_of_entry(job, batch);
     const BackwardSizes sizes = kernels.sizes(own);
@@ -175,6 +176,7 @@ class SplitRun {
   }
 
   void pack(const Head& head, std::int64_t chunk) const {
+    if (is_ending(job_)) return;
     const Interval all = whole_blocks(keys_of_blocks(
         job_.visibility[head.batch],
         {.first = 0, .step = 1, .end = ceil_div(head.job.seqlen_q, kBackwardBlockQ)}));
@@ -185,7 +187,7 @@ class SplitRun {
   }
 
   void accumulate(const Head& head, std::int64_t index) const {
-    if (index >= head.subsets) return;
+    if (index >= head.subsets || is_ending(job_)) return;
     const auto scratch = static_cast<std::size_t>(head.sizes.scratch);
     kernels_.accumulate(head.job,
                         {.batch = head.batch,
@@ -200,6 +202,7 @@ class SplitRun {
   }
 
   void write(const Head& head, std::int64_t chunk) const {
+    if (is_ending(job_)) return;
     const Interval keys = chunk_keys(chunk, head.job.seqlen_k);
     if (keys.begin >= keys.end) return;
     kernels_.write_key_gradients(head.job,

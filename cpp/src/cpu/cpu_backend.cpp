@@ -12,6 +12,7 @@
 #include "cpu/decode_schedule.h"
 #include "cpu/dispatch.h"
 #include "cpu/forward_schedule.h"
+#include "cpu/interruption.h"
 #include "cpu/job.h"
 #include "cpu/processor_name.h"
 #include "cpu/thread_pool.h"
@@ -279,8 +280,10 @@ void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& 
   job.out = query_rows(tensors.out, tables);
   job.lse = query_scalars(tensors.lse, tables);
   const CpuKernels& kernels = active_kernels();
-  run_decode(job, kernels, ThreadPool::global());
-  run_forward(job, kernels, ThreadPool::global());
+  run_interruptibly(problem, job, [&] {
+    run_decode(job, kernels, ThreadPool::global());
+    run_forward(job, kernels, ThreadPool::global());
+  });
 }
 
 void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
@@ -321,7 +324,8 @@ void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors
     job.dslopes = {};
     job.dmask = {};
   }
-  run_backward(job, active_kernels(), ThreadPool::global());
+  run_interruptibly(problem, job,
+                    [&] { run_backward(job, active_kernels(), ThreadPool::global()); });
 }
 
 void CpuBackend::count_bytes(std::initializer_list<TensorView> views) {

@@ -118,6 +118,7 @@ void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& 
   const std::int64_t task_bytes =
       tasks == 0 ? 1 : std::max<std::int64_t>(1, keys * job.kv_heads * row_bytes / tasks);
   grouped_for(pool, tasks, divide_up(kMinTaskBytes, task_bytes), [&](std::int64_t task) {
+    if (is_ending(job)) return;
     const std::int64_t chunk = task / groups;
     const EntryWork& entry = *std::prev(std::upper_bound(
         entries.begin(), entries.end(), chunk, [](std::int64_t index, const EntryWork& candidate) {
@@ -145,6 +146,7 @@ void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& 
       divide_up(floats, count * job.query_heads) * 4 + job.seqlen_q * job.value_dim * 4;
   grouped_for(pool, count * job.query_heads, divide_up(kMinTaskBytes, merge_bytes),
               [&](std::int64_t index) {
+                if (is_ending(job)) return;
                 const EntryWork& entry = entries[static_cast<std::size_t>(index / job.query_heads)];
                 const AttentionJob own = job_of_entry(job, entry.batch);
                 const auto scratch = static_cast<std::size_t>(decode_padded(job.value_dim));

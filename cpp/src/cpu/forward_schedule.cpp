@@ -155,11 +155,12 @@ class ForwardRun {
 
   // Everything of one pair.
   void whole_pair(const AttentionJob& job, std::int64_t pair, std::int64_t pairs) const {
+    if (is_ending(job)) return;
     const EntryWork& entry = entry_of(pair);
     std::byte* const packed =
         thread_scratch(static_cast<std::size_t>(entry.packed_bytes + scratch_bytes_));
     for (std::int64_t c = entry.chunks.begin; c < entry.chunks.end; ++c) pack(job, pair, c, packed);
-    for (std::int64_t index = 0; index < entry.tasks; ++index) {
+    for (std::int64_t index = 0; index < entry.tasks && !is_ending(job); ++index) {
       const ForwardAhead ahead = look_ahead(pair, pairs, index);
       ForwardTask task = task_of(pair, index);
       task.packed = packed;
@@ -246,12 +247,14 @@ class ForwardRun {
 
   void run_group(ThreadPool& pool, const std::vector<SharedPair>& group) const {
     pool.parallel_for(group.back().first_chunk, [&](std::int64_t index) {
+      if (is_ending(job_)) return;
       const SharedPair& shared = find(group, index, &SharedPair::first_chunk);
       const std::int64_t chunk = entry_of(shared.pair).chunks.begin + index - shared.first_chunk;
       with_job(shared.pair,
                [&](const AttentionJob& job) { pack(job, shared.pair, chunk, shared.packed); });
     });
     pool.parallel_for(group.back().first_task, [&](std::int64_t index) {
+      if (is_ending(job_)) return;
       const SharedPair& shared = find(group, index, &SharedPair::first_task);
       ForwardTask task = task_of(shared.pair, index - shared.first_task);
       task.packed = shared.packed;

@@ -106,6 +106,13 @@ struct MaskGradient {
   std::int64_t key_stride = 0;
 };
 
+// Whether a call is to end early: see interruption.h. By address, because a kernel calls no code
+// outside of its object.
+struct EndingCheck {
+  bool (*requested)(void* call) = nullptr;  // null: nothing ends the call early
+  void* call = nullptr;
+};
+
 // Everything a forward, backward or decode kernel needs to know about the call, or of a ragged call
 // about one entry: then seqlen_q and seqlen_k are that entry's, and `batch` still numbers all.
 struct AttentionJob {
@@ -122,6 +129,7 @@ struct AttentionJob {
   float scale = 1.0F;
   const Visibility* visibility = nullptr;  // [batch]
   const Entry* entries = nullptr;          // [batch], or null: all are alike
+  EndingCheck ending{};
 
   RowTensor query, key, value, out;
   RowScalars lse;
@@ -145,6 +153,11 @@ struct AttentionJob {
 FLASHATTN_INLINE bool has_modifiers(const AttentionJob& job) {
   return job.softcap != 0.0F || job.slopes.data != nullptr || job.sinks.data != nullptr ||
          job.mask.data != nullptr || job.dropout.threshold != 0;
+}
+
+// Asked between blocks of rows; the rest of an ending call stays undone.
+FLASHATTN_INLINE bool is_ending(const AttentionJob& job) {
+  return job.ending.requested != nullptr && job.ending.requested(job.ending.call);
 }
 
 FLASHATTN_INLINE std::int64_t entry_seqlen_q(const AttentionJob& job, std::int64_t entry) {

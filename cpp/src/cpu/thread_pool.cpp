@@ -7,12 +7,14 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <string>
-#include <system_error>
 
 #include "cpu/cpu_count.h"
+#include "cpu/interruption.h"
 #include "cpu/scratch.h"
 #include "flashattn/error.h"
 
@@ -22,6 +24,8 @@ namespace {
 // About 10 us: longer than the gap between the phases of one call, shorter than anyone notices on a
 // shared core.
 constexpr int kSpins = 300;
+
+constexpr std::chrono::milliseconds kAskInterval{50};
 
 void pause_core() {
 #if defined(__x86_64__)
@@ -191,11 +195,20 @@ void ThreadPool::close(Job& job) {
   }
   for (int i = 0; i < kSpins && job.working.load(std::memory_order_acquire) != 0; ++i) pause_core();
   if (job.working.load(std::memory_order_acquire) == 0) return;
+  const auto done = [&] { return job.working.load(std::memory_order_acquire) == 0; };
+  Interruption* const interruption = Interruption::of_this_thread();
   std::unique_lock lock(mutex_);
-  done_.wait(lock, [&] { return job.working.load(std::memory_order_acquire) == 0; });
+  if (interruption == nullptr) return done_.wait(lock, done);
+  // The caller alone can ask whether the call is to end; helpers hear of it between their blocks.
+  while (!done_.wait_until(lock, std::chrono::system_clock::now() + kAskInterval, done)) {
+    lock.unlock();
+    interruption->requested();
+    lock.lock();
+  }
 }
 
-// Called under the lock. A system that refuses a thread leaves the pool with the helpers it has.
+// Called under the lock. A system that refuses a thread, or the memory for one, leaves the pool
+// with the helpers it has.
 void ThreadPool::start_helpers(int wanted) {
   if (helpers_.size() >= static_cast<std::size_t>(wanted)) return;
   // Signals are for the program's own threads.
@@ -207,7 +220,7 @@ void ThreadPool::start_helpers(int wanted) {
     while (helpers_.size() < static_cast<std::size_t>(wanted)) {
       helpers_.emplace_back([this] { helper_loop(); });
     }
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
   }
   pthread_sigmask(SIG_SETMASK, &previous, nullptr);
 }

@@ -72,6 +72,7 @@ WeightSums::WeightSums(const AttentionJob& job, const BackwardKernels& kernels, 
   const float least = least_coarse_lse(job.dtype);
   const float most = most_of_lse(job.head_dim);
   pool.parallel_for(std::ssize(blocks_), [&](std::int64_t index) {
+    if (is_ending(job)) return;
     const HeadRows& block = blocks_[static_cast<std::size_t>(index)];
     const AttentionJob own = job_of_entry(job, block.batch);
     alignas(64) float sums[kBackwardBlockQ];
