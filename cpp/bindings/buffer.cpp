@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdlib>
-#include <new>
 
 namespace flashattn::python {
 
@@ -32,7 +31,12 @@ class Buffer {
     const bool large = bytes >= kHugePageThreshold;
     const std::size_t alignment = page_aligned || large ? page_size() : kVectorAlignment;
     const std::size_t rounded = (bytes / alignment + 1) * alignment;
-    if (rounded < bytes || posix_memalign(&data_, alignment, rounded) != 0) throw std::bad_alloc();
+    if (rounded < bytes || posix_memalign(&data_, alignment, rounded) != 0) {
+      data_ = nullptr;
+      PyErr_Format(PyExc_MemoryError,
+                   "flashattn: an array of %zu bytes needs more memory than there is", bytes);
+      nb::raise_python_error();
+    }
 #ifdef MADV_HUGEPAGE
     if (large) madvise(data_, rounded, MADV_HUGEPAGE);  // a hint; its failure changes nothing
 #endif
