@@ -6,6 +6,7 @@ and skip without it.
 
 import os
 import platform
+import random
 import shutil
 from pathlib import Path
 
@@ -144,6 +145,21 @@ def ubsan(session: nox.Session) -> None:
 def tsan(session: nox.Session) -> None:
     """The C++ tests under ThreadSanitizer."""
     test_preset(session, TSAN_OPTIONS="halt_on_error=1")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Calls with hostile arguments for ten minutes, or as posargs say: `-- --seconds 60`."""
+    session.install(".[test]")
+    seconds = session.posargs or ("--seconds", "600", "--seed", str(random.randrange(2**31)))
+    session.run("python", "tests/fuzz_binding.py", *seconds)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Mixed calls from eight threads for ten minutes, or as posargs say: `-- --seconds 60`."""
+    session.install(".[test]")
+    session.run("python", "tests/soak.py", *(session.posargs or ("--seconds", "600")))
 
 
 @nox.session

@@ -265,7 +265,7 @@ def _adapt_numpy(label: str, array: np.ndarray[Any, Any], writable: bool) -> tup
     if copied:
         if writable:
             raise ValueError(f"{label} must be aligned to its item size ({dtype.itemsize} bytes)")
-        array = array.copy()
+        array = _copy_of_distinct(array)
     elif any(stride % dtype.itemsize for stride in array.strides):
         array = np.lib.stride_tricks.as_strided(array, array.shape, _item_strides(array))
     if is_bfloat16:
@@ -273,6 +273,12 @@ def _adapt_numpy(label: str, array: np.ndarray[Any, Any], writable: bool) -> tup
             _core.register_bfloat16(dtype, np.dtype(np.uint16))
         array = array.view(np.uint16)
     return array, is_bfloat16, copied
+
+
+def _copy_of_distinct(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy that repeats what the array repeats by strides of 0, and takes no memory for it."""
+    first = tuple(slice(0, 1 if stride == 0 else None) for stride in array.strides)
+    return np.broadcast_to(array[first].copy(), array.shape)
 
 
 def _item_strides(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
