@@ -160,6 +160,7 @@ def test_the_gil_is_free_during_the_computation() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")  # JAX's, if a test here has used it
 def test_fork_after_use() -> None:
     """A child computes what its parent does. No GPU survives a fork: there the child is told so."""
     arrays = problem()
