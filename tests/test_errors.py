@@ -174,8 +174,10 @@ def test_tensors_without_memory() -> None:
     with FakeTensorMode():
         fake = torch.ones(2, 5, 4, 8)
         lse = torch.ones(2, 4, 5)
-    with pytest.raises(TypeError, match="must have memory of its own"):
-        fa.merge_attention([fake], [lse])
+    # A merge of fake tensors is an operator, which gives fake tensors.
+    assert [x.shape for x in fa.merge_attention([fake], [lse])] == [fake.shape, lse.shape]
+    with pytest.raises(TypeError, match="mask must have memory of its own"):
+        fa.attention_kvcache(real, real, real, cache_seqlens=3, mask=fake)
     sparse = torch.ones(2, 5, 4, 8).to_sparse()
     with pytest.raises(TypeError, match=r"attention: query\.layout"):
         fa.attention_forward(sparse, sparse, sparse)
