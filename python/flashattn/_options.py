@@ -140,9 +140,14 @@ class _Reader:
         return float(value)
 
     def per_batch(self, name: str, value: Any) -> Any:
-        """One integer per batch entry: sequences become int64, arrays stay what they are."""
+        """One integer per batch entry: sequences become int64, arrays stay what they are.
+
+        The host reads them, so tensors of torch's Metal device are copied to it.
+        """
         if isinstance(value, (list, tuple)):
             return np.array([self.integer(name, item, _INT64) for item in value], np.int64)
+        if getattr(getattr(value, "device", None), "type", None) == "mps":
+            return value.cpu()
         return value
 
     def scale(self, options: Options, value: object) -> None:

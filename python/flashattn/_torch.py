@@ -237,12 +237,36 @@ def record_merge(
     return result
 
 
+class _MetalTensor:
+    """A tensor of torch's Metal device ("mps") as a DLPack producer of its MTLBuffer.
+
+    torch queues its commands on a queue of its own and DLPack carries no stream for Metal, so what
+    is queued is awaited before the memory changes hands. Results need none: a call of this package
+    has waited for the GPU when it returns.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        # Bits of lazily negated views are in no DLPack export.
+        self._tensor = tensor.resolve_neg() if tensor.is_neg() else tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = self._tensor.__dlpack_device__()
+        return int(kind), number
+
+    def __dlpack__(self, **options: Any) -> Any:
+        torch.mps.synchronize()
+        return self._tensor.__dlpack__(**options)
+
+
 def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, bool]:
     """A tensor that the core can import, for one that it cannot; see flashattn._arrays.adapt."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"{label}.layout ({tensor.layout}) must be torch.strided")
+    if tensor.device.type == "mps":
+        return _MetalTensor(tensor), False, False
     if tensor.device.type != "cpu":
-        raise ValueError(f"{label}.device ({tensor.device}) must be cpu")
+        raise ValueError(f"{label}.device ({tensor.device}) must be cpu or mps")
     if tensor.ndim > 4:
         raise ValueError(f"{label}.ndim ({tensor.ndim}) must be at most 4")
     if tensor.is_quantized:

@@ -158,7 +158,8 @@ def parse_packed(
         if value is None:
             raise TypeError(f"{function}: {name} (None) must be an array of integers")
         setattr(parsed, name, per_batch_integers(function, name, value))
-    parsed.block_table = block_table
+    if block_table is not None:
+        parsed.block_table = per_batch_integers(function, "block_table", block_table)
     return parsed
 
 

@@ -2,7 +2,9 @@
 #include "metal/call_buffers.h"
 
 #include <cstring>
+#include <string>
 
+#include "flashattn/error.h"
 #include "metal/strided_copy.h"
 
 namespace flashattn::metal {
@@ -93,8 +95,19 @@ void CallBuffers::finish() {
   staged_outputs_.clear();
 }
 
+bool host_sees(const TensorView& view) {
+  return view.device == DeviceKind::kCpu ||
+         static_cast<MTL::Buffer*>(view.handle)->contents() != nullptr;
+}
+
 TensorView host_view(const TensorView& view) {
   if (!view || view.device == DeviceKind::kCpu) return view;
+  if (byte_count(view) != 0 && !host_sees(view)) {
+    throw Unsupported(
+        "metal: an array of " + std::to_string(byte_count(view)) +
+        " bytes, which the host has to touch in this call, must be in shared memory and not in "
+        "private memory of the GPU");
+  }
   TensorView host = view;
   host.data = static_cast<std::byte*>(static_cast<MTL::Buffer*>(view.handle)->contents()) +
               view.byte_offset;

@@ -66,7 +66,12 @@ class CallBuffers {
   std::vector<StagedOutput> staged_outputs_;
 };
 
+// Whether the host can look at the array. Private memory belongs to the GPU alone: its buffers have
+// no contents.
+bool host_sees(const TensorView& view);
+
 // The same view with `data` pointing at host-visible memory: for arrays that the host itself reads.
+// Throws Unsupported where host_sees says no and there is something to see.
 TensorView host_view(const TensorView& view);
 
 }  // namespace flashattn::metal

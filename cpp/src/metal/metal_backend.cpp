@@ -98,7 +98,9 @@ void bind_tables(const Schedule& schedule, const AttentionProblem& problem, cons
   }
   if (problem.alibi) (*slots)[abi::kBufferRowShifts] = table_of(schedule.row_shifts, buffers);
   if (mask) {
-    (*slots)[abi::kBufferMaskTiles] = table_of(mask_table(problem, host_view(mask)), buffers);
+    // Tiles of a mask that the host cannot see all count as mixed.
+    const TensorView seen = host_sees(mask) ? host_view(mask) : mask;
+    (*slots)[abi::kBufferMaskTiles] = table_of(mask_table(problem, seen), buffers);
   }
   for (const Scratch& scratch : schedule.scratch) {
     (*slots)[scratch.slot] = buffers->scratch(static_cast<std::size_t>(scratch.bytes));

@@ -86,12 +86,17 @@ Buffer::~Buffer() {
 
 void register_buffer() {
   const char* const name = "MTLBuffer";
-  instance_method(name, "contents", +[](Buffer* self, SEL) -> void* { return self->contents(); });
+  instance_method(
+      name, "contents",
+      +[](Buffer* self, SEL) -> void* { return self->is_private() ? nullptr : self->contents(); });
   instance_method(
       name, "length", +[](Buffer* self, SEL) { return static_cast<NS::UInteger>(self->length()); });
   instance_method(name, "device", +[](Buffer*, SEL) { return the_device(); });
   instance_method(name, "setLabel:", +[](Buffer*, SEL, String*) {});
-  instance_method(name, "storageMode", +[](Buffer*, SEL) { return MTL::StorageModeShared; });
+  instance_method(
+      name, "storageMode", +[](Buffer* self, SEL) {
+        return self->is_private() ? MTL::StorageModePrivate : MTL::StorageModeShared;
+      });
   instance_method(
       name, "gpuAddress", +[](Buffer* self, SEL) {
         return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(self->contents()));
@@ -108,6 +113,10 @@ void* flashattn_simulated_new_buffer(std::size_t length) {
 
 void* flashattn_simulated_contents(void* buffer) {
   return static_cast<simulated::Buffer*>(buffer)->contents();
+}
+
+void flashattn_simulated_make_private(void* buffer) {
+  static_cast<simulated::Buffer*>(buffer)->make_private();
 }
 
 void flashattn_simulated_release(void* buffer) {

@@ -13,6 +13,8 @@ extern "C" {
 // An MTLBuffer for a test in Python, which has no metal-cpp: its owner, its memory, its end.
 FLASHATTN_SIMULATED_EXPORT void* flashattn_simulated_new_buffer(std::size_t length);
 FLASHATTN_SIMULATED_EXPORT void* flashattn_simulated_contents(void* buffer);
+// From here on the buffer is one of MTLStorageModePrivate: it shows the host no contents.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_make_private(void* buffer);
 FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_release(void* buffer);
 
 }  // extern "C"
@@ -36,12 +38,15 @@ class Buffer : public Object {
 
   std::byte* contents() const { return contents_; }
   std::size_t length() const { return length_; }
+  bool is_private() const { return is_private_; }
+  void make_private() { is_private_ = true; }
 
  private:
   Buffer() : Object("MTLBuffer") {}
 
   std::byte* contents_ = nullptr;
   std::size_t length_ = 0;   // bytes
+  bool is_private_ = false;  // of MTLStorageModePrivate
   void* mapping_ = nullptr;  // null for the caller's memory
   std::size_t mapping_length_ = 0;
   const void* deallocator_ = nullptr;  // a heap block
