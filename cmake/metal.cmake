@@ -30,6 +30,7 @@ function(flashattn_add_metal target)
     "${directory}/call_buffers.cpp"
     "${directory}/device.cpp"
     "${directory}/encode.cpp"
+    "${directory}/lane_maps.cpp"
     "${directory}/mask_table.cpp"
     "${directory}/metal_backend.cpp"
     "${directory}/metal_cpp.cpp"

@@ -9,6 +9,7 @@
 //     dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);  dK += dS^T Q
 //   dK *= scale
 // Both at once share S^T and P^T: four products instead of five.
+#include "entries.h"
 #include "register_finite.h"
 #include "register_gradient.h"
 #include "register_product.h"
@@ -22,16 +23,16 @@ constant bool accumulate_dkv [[function_constant(kConstantAccumulate)]];
 template <uint block_q, uint threads>
 bool stage_columns(threadgroup float* column_lse, threadgroup float* column_delta,
                    device const float* lse, device const float* delta,
-                   constant AttentionParams& params, uint b, uint h, int first_row,
+                   constant AttentionParams& params, EntryRows entry, uint h, int first_row,
                    uint thread_index) {
   bool dead = false;
   for (uint c = thread_index; c < block_q; c += threads) {
     const uint row = uint(first_row) + c;
     float row_lse = INFINITY;
     float row_delta = 0.0f;
-    if (row < params.seqlen_q) {
-      row_lse = gradient_lse(lse[scalar_index(params.lse, b, h, row)]);
-      row_delta = delta[(FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q + row];
+    if (row < entry.seqlen_q) {
+      row_lse = gradient_lse(lse[query_index(params.lse, entry, h, row)]);
+      row_delta = delta[table_index(params, entry, h) + row];
       dead = dead || row_lse == INFINITY;
     }
     column_lse[c] = row_lse;
@@ -109,7 +110,7 @@ void add_seen_by_keys(thread simdgroup_float8x8 (&sum)[row_fragments][columns], 
 }
 
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta: contiguous
-// (batch, query_heads, seqlen_q). key_held is head_tile / 8, or 1 where K is read again for every
+// (batch, query_heads, table_rows). key_held is head_tile / 8, or 1 where K is read again for every
 // block; value_held likewise.
 template <typename T, typename F, uint head_tile, uint value_tile, uint row_fragments, uint block_q,
           uint simdgroups, uint key_held, uint value_held, bool with_dv, bool with_dk,
@@ -123,7 +124,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     device const RowInterval* row_intervals [[buffer(kBufferRowIntervals)]],
     constant AttentionParams& params [[buffer(kBufferParams)]],
     device atomic_uint* status [[buffer(kBufferStatus)]], FLASHATTN_MODIFIER_ARGUMENTS,
-    uint threadgroup_index [[threadgroup_position_in_grid]],
+    FLASHATTN_ENTRY_ARGUMENT, uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = simdgroups * kSimdWidth;
@@ -151,14 +152,16 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   const uint block = params.first_block + task / head_tasks;
   const uint b = task % head_tasks / params.kv_heads;
   const uint kv_head = task % params.kv_heads;
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && block * block_k >= entry.seqlen_k) return;
   const uint first_key = block * block_k + simdgroup * own_keys;
-  const int valid_keys = int(params.seqlen_k) - int(first_key);
+  const int valid_keys = int(entry.seqlen_k) - int(first_key);
   const RowInterval interval = row_intervals[b];
-  const BlockRange block_rows = rows_of_block(interval, params.seqlen_q, block * block_k, block_k);
-  const BlockRange own_rows = rows_of_block(interval, params.seqlen_q, first_key, own_keys);
+  const BlockRange block_rows = rows_of_block(interval, entry.seqlen_q, block * block_k, block_k);
+  const BlockRange own_rows = rows_of_block(interval, entry.seqlen_q, first_key, own_keys);
 
-  device const T* K_rows = row_pointer(key, params.key, b, kv_head, first_key);
-  device const T* V_rows = row_pointer(value, params.value, b, kv_head, first_key);
+  device const T* K_rows = key_pointer(key, params.key, entry, kv_head, first_key);
+  device const T* V_rows = key_pointer(value, params.value, entry, kv_head, first_key);
   simdgroup_matrix<F, 8, 8> K[row_fragments][key_held];
   simdgroup_matrix<F, 8, 8> V[row_fragments][value_held];
   simdgroup_float8x8 dK[row_fragments][with_dk ? head_tile / kFragment : 1];
@@ -175,15 +178,15 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   for (uint g = 0; g < params.heads_per_kv; ++g) {
     const uint h = kv_head * params.heads_per_kv + g;
     const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
-    device const T* Q_head = row_pointer(query, params.query, b, h, 0);
-    device const T* dO_head = row_pointer(dout, params.dout, b, h, 0);
+    device const T* Q_head = query_pointer(query, params.query, entry, h, 0);
+    device const T* dO_head = query_pointer(dout, params.dout, entry, h, 0);
     for (int i = block_rows.any.begin / int(block_q) * int(block_q); i < block_rows.any.end;
          i += int(block_q)) {
       if (!mask_shows_keys(modifiers, mask_tiles, b, h, uint(i), block * block_k, block_k,
-                           params.seqlen_k)) {
+                           entry.seqlen_k)) {
         continue;  // the same for the whole threadgroup
       }
-      const uint valid_rows = uint(min(int(block_q), int(params.seqlen_q) - i));
+      const uint valid_rows = uint(min(int(block_q), int(entry.seqlen_q) - i));
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_tile<block_q, head_tile, query_stride, threads>(
           Q, Q_head + FLASHATTN_INT64(i) * params.query.row, params.query, valid_rows,
@@ -192,7 +195,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
           dO, dO_head + FLASHATTN_INT64(i) * params.dout.row, params.dout, valid_rows,
           params.value_dim, thread_index);
       const bool column_dead = simd_any(stage_columns<block_q, threads>(
-          column_lse, column_delta, lse, delta, params, b, h, i, thread_index));
+          column_lse, column_delta, lse, delta, params, entry, h, i, thread_index));
       if (lane == 0) dead[simdgroup] = column_dead ? 1u : 0u;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       // Columns are staged by the first simdgroups.
@@ -212,7 +215,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
       }
       if (!poisoned && (!overlaps(own_rows.any, i, block_q) ||
                         !mask_shows_keys(modifiers, mask_tiles, b, h, uint(i), first_key, own_keys,
-                                         params.seqlen_k))) {
+                                         entry.seqlen_k))) {
         continue;
       }
 
@@ -231,8 +234,8 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
         if (masked) {
           visible[r] = weighted_columns<columns>(column_lse, map) &
                        elements_in<columns>(
-                           rows_of_key(interval, params.seqlen_q, key_row + map.row0),
-                           rows_of_key(interval, params.seqlen_q, key_row + map.row1), i, map);
+                           rows_of_key(interval, entry.seqlen_q, key_row + map.row0),
+                           rows_of_key(interval, entry.seqlen_q, key_row + map.row1), i, map);
         }
         if (has_softcap) softcap_derivatives(derivatives[r], S[r], head, params.scale);
         if (changes_scores()) {
@@ -245,7 +248,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
       if (with_dv) {
         if (poisoned) {
           add_seen_by_keys<block_q, dout_stride, false>(dV, first_key, uint(i), interval,
-                                                        params.seqlen_q, column_lse, head, dO, map);
+                                                        entry.seqlen_q, column_lse, head, dO, map);
           drop_non_finite<block_q, value_tile, dout_stride, threads>(dO, thread_index);
         }
         if (has_dropout) {
@@ -275,7 +278,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
         if (has_softcap) multiply_strips(S, derivatives);
         if (poisoned) {
           add_seen_by_keys<block_q, query_stride, true>(dK, first_key, uint(i), interval,
-                                                        params.seqlen_q, column_lse, head, Q, map);
+                                                        entry.seqlen_q, column_lse, head, Q, map);
           drop_non_finite<block_q, head_tile, query_stride, threads>(Q, thread_index);
         }
         to_factors(factors, S);
@@ -285,11 +288,11 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   }
 
   if (with_dk) {
-    store_strips(dK, row_pointer(dk, params.dk, b, kv_head, first_key), params.dk, valid_keys,
+    store_strips(dK, key_pointer(dk, params.dk, entry, kv_head, first_key), params.dk, valid_keys,
                  params.head_dim, params.scale, accumulate_dkv, map);
   }
   if (with_dv) {
-    store_strips(dV, row_pointer(dv, params.dv, b, kv_head, first_key), params.dv, valid_keys,
+    store_strips(dV, key_pointer(dv, params.dv, entry, kv_head, first_key), params.dv, valid_keys,
                  params.value_dim, 1.0f, accumulate_dkv, map);
   }
 }

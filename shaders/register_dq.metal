@@ -7,6 +7,7 @@
 //     S = Q K^T;  P = exp2(c S - L log2 e);  dP = dO V^T;  dS = P * (dP - delta)
 //     dQ += dS K
 //   dQ *= scale
+#include "entries.h"
 #include "exchange.h"
 #include "register_finite.h"
 #include "register_gradient.h"
@@ -29,8 +30,8 @@ struct RowGradients {
 // lse, delta: (batch, head, row).
 template <uint row_fragments>
 void load_row_gradients(thread RowGradients<row_fragments>& rows, device const float* lse,
-                        device const float* delta, constant AttentionParams& params, uint b, uint h,
-                        uint first_row, LaneMap map) {
+                        device const float* delta, constant AttentionParams& params,
+                        EntryRows entry, uint h, uint first_row, LaneMap map) {
   rows.dead = 0;
 #pragma clang loop unroll(full)
   for (uint r = 0; r < row_fragments; ++r) {
@@ -40,12 +41,11 @@ void load_row_gradients(thread RowGradients<row_fragments>& rows, device const f
       rows.lse[r][e] = INFINITY;
       rows.delta[r][e] = 0.0f;
       rows.slope[r][e] = 0.0f;
-      if (full_rows || row < params.seqlen_q) {
-        const float natural = lse[scalar_index(params.lse, b, h, row)];
+      if (full_rows || row < entry.seqlen_q) {
+        const float natural = lse[query_index(params.lse, entry, h, row)];
         if (natural == -INFINITY) rows.dead |= 1u << (2 * r + e);
         rows.lse[r][e] = gradient_lse(natural);
-        rows.delta[r][e] =
-            delta[(FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q + row];
+        rows.delta[r][e] = delta[table_index(params, entry, h) + row];
       }
     }
   }
@@ -118,7 +118,7 @@ void store_row_sums(device float* target, thread float (&sums)[row_fragments][2]
 }
 
 // Tensors: (batch, row, head, dim) by params' strides; lse: (batch, head, row); delta, slope_rows:
-// contiguous (batch, query_heads, seqlen_q). query_held is head_tile / 8, or 1 where Q is read
+// contiguous (batch, query_heads, table_rows). query_held is head_tile / 8, or 1 where Q is read
 // again for every block; dout_held likewise.
 template <typename T, typename F, uint head_tile, uint value_tile, uint row_fragments, uint block_k,
           uint simdgroups, uint query_held, uint dout_held, uint exchange>
@@ -131,7 +131,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     constant AttentionParams& params [[buffer(kBufferParams)]],
     device atomic_uint* status [[buffer(kBufferStatus)]], FLASHATTN_MODIFIER_ARGUMENTS,
     device float* slope_rows [[buffer(kBufferSlopeRows), function_constant(writes_slope_rows)]],
-    uint threadgroup_index [[threadgroup_position_in_grid]],
+    FLASHATTN_ENTRY_ARGUMENT, uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   constexpr uint threads = simdgroups * kSimdWidth;
@@ -157,15 +157,17 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   const uint b = task % head_tasks / params.query_heads;
   const uint h = task % params.query_heads;
   const uint kv_head = h / params.heads_per_kv;
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && block * block_q >= entry.seqlen_q) return;
   const uint first_row = block * block_q + simdgroup * own_rows;
-  const int valid_rows = int(params.seqlen_q) - int(first_row);
+  const int valid_rows = int(entry.seqlen_q) - int(first_row);
   const RowInterval interval = row_intervals[b];
-  const BlockRange block_keys = keys_of_block(interval, params.seqlen_q, block * block_q, block_q);
-  BlockRange own_keys = keys_of_block(interval, params.seqlen_q, first_row, own_rows);
+  const BlockRange block_keys = keys_of_block(interval, entry.seqlen_q, block * block_q, block_q);
+  BlockRange own_keys = keys_of_block(interval, entry.seqlen_q, first_row, own_rows);
   const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
 
-  device const T* Q_rows = row_pointer(query, params.query, b, h, first_row);
-  device const T* dO_rows = row_pointer(dout, params.dout, b, h, first_row);
+  device const T* Q_rows = query_pointer(query, params.query, entry, h, first_row);
+  device const T* dO_rows = query_pointer(dout, params.dout, entry, h, first_row);
   simdgroup_matrix<F, 8, 8> Q[row_fragments][query_held];
   simdgroup_matrix<F, 8, 8> dO[row_fragments][dout_held];
   simdgroup_float8x8 dQ[row_fragments][head_tile / kFragment];
@@ -175,16 +177,16 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
                                                               params.value_dim, map);
   set_zero(dQ);
   RowGradients<row_fragments> rows;
-  load_row_gradients(rows, lse, delta, params, b, h, first_row, map);
+  load_row_gradients(rows, lse, delta, params, entry, h, first_row, map);
   const bool dead = simd_any(rows.dead != 0u);
   if (dead) own_keys.all.end = 0;  // no block goes without a mask
   const bool any_dead = any_thread<threads>(dead, flags, lane, simdgroup);
 
-  device const T* K_head = row_pointer(key, params.key, b, kv_head, 0);
-  device const T* V_head = row_pointer(value, params.value, b, kv_head, 0);
+  device const T* K_head = key_pointer(key, params.key, entry, kv_head, 0);
+  device const T* V_head = key_pointer(value, params.value, entry, kv_head, 0);
   for (int j = block_keys.any.begin / int(block_k) * int(block_k); j < block_keys.any.end;
        j += int(block_k)) {
-    if (!mask_shows(modifiers, mask_tiles, b, h, block * block_q, block_q, params.seqlen_q, j)) {
+    if (!mask_shows(modifiers, mask_tiles, b, h, block * block_q, block_q, entry.seqlen_q, j)) {
       continue;  // the same for the whole threadgroup
     }
     const uint valid_keys = uint(min(int(block_k), interval.key_limit - j));
@@ -204,7 +206,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     }
     if (!poisoned &&
         (!overlaps(own_keys.any, j, block_k) ||
-         !mask_shows(modifiers, mask_tiles, b, h, first_row, own_rows, params.seqlen_q, j))) {
+         !mask_shows(modifiers, mask_tiles, b, h, first_row, own_rows, entry.seqlen_q, j))) {
       continue;
     }
 
@@ -221,8 +223,8 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
       visible[r] = kAllElements;
       if (masked) {
         visible[r] = elements_in<columns>(
-            weighted_keys(interval, params.seqlen_q, row + map.row0, has_element(rows.dead, r, 0)),
-            weighted_keys(interval, params.seqlen_q, row + map.row1, has_element(rows.dead, r, 1)),
+            weighted_keys(interval, entry.seqlen_q, row + map.row0, has_element(rows.dead, r, 0)),
+            weighted_keys(interval, entry.seqlen_q, row + map.row1, has_element(rows.dead, r, 1)),
             j, map);
       }
       if (has_softcap) softcap_derivatives(derivatives[r], S[r], head, params.scale);
@@ -252,9 +254,9 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
         const uint row0 = first_row + r * kFragment + map.row0;
         const uint row1 = first_row + r * kFragment + map.row1;
         const Range keys0 =
-            weighted_keys(interval, params.seqlen_q, row0, has_element(rows.dead, r, 0));
+            weighted_keys(interval, entry.seqlen_q, row0, has_element(rows.dead, r, 0));
         const Range keys1 =
-            weighted_keys(interval, params.seqlen_q, row1, has_element(rows.dead, r, 1));
+            weighted_keys(interval, entry.seqlen_q, row1, has_element(rows.dead, r, 1));
         add_non_finite<block_k, key_stride, true>(
             dQ[r], seen_keys<block_k>(keys0, head, row0, uint(j)),
             seen_keys<block_k>(keys1, head, row1, uint(j)), K, map);
@@ -266,17 +268,16 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     add_product<key_stride>(dQ, dS, K);
   }
 
-  store_strips(dQ, row_pointer(dq, params.dq, b, h, first_row), params.dq, valid_rows,
+  store_strips(dQ, query_pointer(dq, params.dq, entry, h, first_row), params.dq, valid_rows,
                params.head_dim, params.scale, accumulate_dq, map);
   if (!writes_slope_rows) return;
   // Sums over rows go through one table, simdgroup by simdgroup: the tile of K is free by now.
   threadgroup float* table = (threadgroup float*)K;
-  device float* slopes =
-      slope_rows + (FLASHATTN_INT64(b) * params.query_heads + h) * params.seqlen_q;
+  device float* slopes = slope_rows + table_index(params, entry, h);
   for (uint s = 0; s < simdgroups; ++s) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simdgroup == s) {
-      store_row_sums(slopes, rows.slope, first_row, params.seqlen_q, map, table, lane);
+      store_row_sums(slopes, rows.slope, first_row, entry.seqlen_q, map, table, lane);
     }
   }
 }

@@ -19,6 +19,7 @@
 #include "exchange.h"
 #include "register_finite.h"
 #include "register_modifiers.h"
+#include "register_pages.h"
 #include "register_product.h"
 #include "register_tile.h"
 #include "tile.h"
@@ -167,6 +168,8 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     constant AttentionParams& params [[buffer(kBufferParams)]],
     device atomic_uint* status [[buffer(kBufferStatus)]], FLASHATTN_MODIFIER_ARGUMENTS,
     device const float* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
+    FLASHATTN_ENTRY_ARGUMENT,
+    device const uint* block_table [[buffer(kBufferBlockTable), function_constant(is_paged)]],
     uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -196,13 +199,15 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   const uint b = task % head_tasks / params.query_heads;
   const uint h = task % params.query_heads;
   const uint kv_head = h / params.heads_per_kv;
+  const EntryRows entry = entry_rows(params, entries, b);
+  if (is_ragged && block * block_q >= entry.seqlen_q) return;
   const uint first_row = block * block_q + simdgroup * own_rows;
-  const int valid_rows = int(params.seqlen_q) - int(first_row);
+  const int valid_rows = int(entry.seqlen_q) - int(first_row);
   const RowInterval interval = row_intervals[b];
-  const BlockRange block_keys = keys_of_block(interval, params.seqlen_q, block * block_q, block_q);
-  const BlockRange own_keys = keys_of_block(interval, params.seqlen_q, first_row, own_rows);
+  const BlockRange block_keys = keys_of_block(interval, entry.seqlen_q, block * block_q, block_q);
+  const BlockRange own_keys = keys_of_block(interval, entry.seqlen_q, first_row, own_rows);
 
-  device const T* Q_rows = row_pointer(query, params.query, b, h, first_row);
+  device const T* Q_rows = query_pointer(query, params.query, entry, h, first_row);
   simdgroup_matrix<F, 8, 8> Q[row_fragments][held];
   simdgroup_float8x8 O[row_fragments][value_tile / kFragment];
   load_held<row_fragments, held, head_tile / kFragment>(Q, Q_rows, params.query, valid_rows,
@@ -215,21 +220,19 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   if (has_sinks) sink = sinks[FLASHATTN_INT64(h) * modifiers->sinks_head];
   start_softmax(state, sink, units.factor, map);
 
-  device const T* K_head = row_pointer(key, params.key, b, kv_head, 0);
-  device const T* V_head = row_pointer(value, params.value, b, kv_head, 0);
+  const KeyRows<T> K_head = key_rows(key, params.key, entry, block_table, kv_head);
+  const KeyRows<T> V_head = key_rows(value, params.value, entry, block_table, kv_head);
   for (int j = block_keys.any.begin / int(block_k) * int(block_k); j < block_keys.any.end;
        j += int(block_k)) {
-    if (!mask_shows(modifiers, mask_tiles, b, h, block * block_q, block_q, params.seqlen_q, j)) {
+    if (!mask_shows(modifiers, mask_tiles, b, h, block * block_q, block_q, entry.seqlen_q, j)) {
       continue;  // the same for the whole threadgroup
     }
     const uint valid_keys = uint(min(int(block_k), interval.key_limit - j));
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_tile<block_k, head_tile, key_stride, threads>(
-        K, K_head + FLASHATTN_INT64(j) * params.key.row, params.key, valid_keys, params.head_dim,
-        thread_index);
-    stage_tile<block_k, value_tile, value_stride, threads>(
-        V, V_head + FLASHATTN_INT64(j) * params.value.row, params.value, valid_keys,
-        params.value_dim, thread_index);
+    stage_key_tile<block_k, head_tile, key_stride, threads>(
+        K, K_head, params.key, uint(j), valid_keys, params.head_dim, thread_index);
+    stage_key_tile<block_k, value_tile, value_stride, threads>(
+        V, V_head, params.value, uint(j), valid_keys, params.value_dim, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     bool poisoned = false;
     if (has_mask || !covers(block_keys.all, j, block_k)) {
@@ -239,7 +242,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     }
     if (!poisoned &&
         (!overlaps(own_keys.any, j, block_k) ||
-         !mask_shows(modifiers, mask_tiles, b, h, first_row, own_rows, params.seqlen_q, j))) {
+         !mask_shows(modifiers, mask_tiles, b, h, first_row, own_rows, entry.seqlen_q, j))) {
       continue;
     }
 
@@ -255,8 +258,8 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
       visible[r] = kAllElements;
       if (masked) {
         visible[r] =
-            elements_in<columns>(keys_of_row(interval, params.seqlen_q, row + map.row0),
-                                 keys_of_row(interval, params.seqlen_q, row + map.row1), j, map);
+            elements_in<columns>(keys_of_row(interval, entry.seqlen_q, row + map.row0),
+                                 keys_of_row(interval, entry.seqlen_q, row + map.row1), j, map);
       }
       if (changes_scores()) {
         modify_strip<false>(S[r], visible[r], head, params.scale, strip_place(row, uint(j), map));
@@ -271,9 +274,9 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
         const uint row1 = first_row + r * kFragment + map.row1;
         add_non_finite<block_k, value_stride, false>(
             O[r],
-            seen_keys<block_k>(keys_of_row(interval, params.seqlen_q, row0), head, row0, uint(j)),
-            seen_keys<block_k>(keys_of_row(interval, params.seqlen_q, row1), head, row1, uint(j)),
-            V, map);
+            seen_keys<block_k>(keys_of_row(interval, entry.seqlen_q, row0), head, row0, uint(j)),
+            seen_keys<block_k>(keys_of_row(interval, entry.seqlen_q, row1), head, row1, uint(j)), V,
+            map);
       }
       drop_non_finite<block_k, value_tile, value_stride, threads>(V, thread_index);
     }
@@ -286,8 +289,8 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     add_product<value_stride>(O, P, V);
   }
 
-  device T* out_rows = row_pointer(out, params.out, b, h, first_row);
-  device float* lse_rows = lse + scalar_index(params.lse, b, h, first_row);
+  device T* out_rows = query_pointer(out, params.out, entry, h, first_row);
+  device float* lse_rows = lse + query_index(params.lse, entry, h, first_row);
 #pragma clang loop unroll(full)
   for (uint r = 0; r < row_fragments; ++r) {
     float sum0 = state.row_sum[r][0];

@@ -69,6 +69,7 @@ class Target:
 
             for name, value in zip(("map", "schedule"), self.simulated, strict=True):
                 _core.set_simulated_metal(name, value)
+            _core.forget_lane_maps()
 
     @property
     def max_head_dim(self) -> int:

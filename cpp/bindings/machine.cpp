@@ -14,6 +14,7 @@
 #include "cpu/thread_pool.h"
 #include "flashattn/backend.h"
 #ifdef FLASHATTN_SIMULATED_METAL
+#include "metal/lane_maps.h"
 #include "runtime/settings.h"
 #endif
 
@@ -78,6 +79,8 @@ void bind_machine(nb::module_& module) {
 #ifdef FLASHATTN_SIMULATED_METAL
   module.def("set_simulated_metal", &metal_sim::set_setting, nb::arg("name"), nb::arg("value"),
              "Changes a setting of the simulated device: map, schedule, seed, check, ...");
+  module.def("forget_lane_maps", &metal::forget_lane_maps,
+             "Makes the Metal backend ask the simulated device for its lane map again.");
 #endif
   module.def("measure_multiply_add_peak", &cpu::measure_multiply_add_peak,
              "float32 operations per processor second that one thread can do at most.");

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from shader_cases import (
     CONSTANT_ACCUMULATE,
+    CONSTANT_IS_PAGED,
+    CONSTANT_IS_RAGGED,
     KEY_SIDE,
     SLOTS,
     Case,
@@ -24,7 +26,7 @@ from simulator import Library, Run
 REGISTER_KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_dv", "backward_dk")
 CONSTANT_FULL_ROWS, CONSTANT_VECTOR_ROWS, CONSTANT_EXACT_TILES, CONSTANT_SELECTS = 16, 17, 18, 19
 STATUS_GOOD, STATUS_LANE_MAP, STATUS_NON_FINITE = 0, 1, 2
-REGISTER_HEADERS = ("lane_map.h", "exchange.h", "block_ranges.h")
+REGISTER_HEADERS = ("lane_map.h", "lane_map_probe.metal", "exchange.h", "block_ranges.h")
 FRAGMENTS = {
     "float32": ("float", "float"),
     "float16": ("half", "half"),
@@ -80,7 +82,8 @@ class Register:
                 CONSTANT_VECTOR_ROWS: True,
                 CONSTANT_EXACT_TILES: True,
                 CONSTANT_SELECTS: False,
-                **({} if self.kernel == "forward" else {CONSTANT_ACCUMULATE: False}),
+                CONSTANT_IS_RAGGED: False,
+                (CONSTANT_IS_PAGED if self.kernel == "forward" else CONSTANT_ACCUMULATE): False,
                 **function_constants(ShaderOptions()),
             },
         )

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from register_cases import (
     REGISTER_KERNELS,
@@ -17,7 +18,7 @@ from register_cases import (
     is_register_file,
     run_register,
 )
-from shader_cases import Case, compile_launch, make_tensors
+from shader_cases import SLOTS, Case, compile_launch, make_tensors
 from shader_options import ShaderOptions
 from simulator import SHADERS, Simulator
 from test_barriers import BARRIER, RACE, Site
@@ -51,8 +52,21 @@ def registers() -> list[Register]:
     ]
 
 
+def probe_reports(simulator: Simulator, folder: Path) -> list[str]:
+    """Of the kernel that tells the host its lane map."""
+    line = 'FLASHATTN_INSTANTIATE("probe", lane_map_probe, float)'
+    library = simulator.compile_file(folder / "lane_map_probe.metal", append=line)
+    positions = np.zeros(64, np.uint32)
+    buffers = [positions if name == "out" else None for name in SLOTS]
+    run = library.kernel("probe", {})((1, 1, 1), (32, 1, 1), buffers)
+    assert run.reports or sorted(positions) == list(range(64))
+    return run.reports
+
+
 def reports(simulator: Simulator, folder: Path, stem: str = "") -> list[str]:
     """Of the first kernel and case that has any; `stem` picks one shader."""
+    if stem in ("", "lane_map_probe") and (found := probe_reports(simulator, folder)):
+        return found
     for register in registers():
         launch = register.launch()
         if stem not in ("", launch.shader):

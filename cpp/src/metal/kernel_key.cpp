@@ -24,22 +24,22 @@ std::string storage_type(DType dtype) {
   }
 }
 
-std::string function_template(KernelKind kind) {
-  return kind == KernelKind::kDelta ? "delta_rows" : shader_file(kind);
+std::string function_template(const KernelKey& key) {
+  return key.kind == KernelKind::kDelta ? "delta_rows" : shader_file(key);
 }
 
 // Kernels without tiles: a row or a head to each simdgroup.
 bool is_row_kernel(KernelKind kind) {
   return kind == KernelKind::kDelta || kind == KernelKind::kSlopeGradient ||
-         kind == KernelKind::kSinkGradient;
+         kind == KernelKind::kSinkGradient || kind == KernelKind::kLaneMapProbe;
 }
 
 // Those read and write float tables alone, so there is one of each.
-bool is_sum(KernelKind kind) { return is_row_kernel(kind) && kind != KernelKind::kDelta; }
+bool is_sum(KernelKind kind) {
+  return kind == KernelKind::kSlopeGradient || kind == KernelKind::kSinkGradient;
+}
 
-}  // namespace
-
-std::string shader_file(KernelKind kind) {
+std::string staged_file(KernelKind kind) {
   switch (kind) {
     case KernelKind::kForward:
       return "forward";
@@ -51,43 +51,61 @@ std::string shader_file(KernelKind kind) {
       return "backward_dv";
     case KernelKind::kBackwardDk:
       return "backward_dk";
+    case KernelKind::kBackwardDkv:
+      return "backward_dkv";
     case KernelKind::kMaskGradient:
       return "mask_gradient";
     case KernelKind::kSlopeGradient:
       return "slope_gradient";
     case KernelKind::kSinkGradient:
       return "sink_gradient";
+    case KernelKind::kLaneMapProbe:
+      return "lane_map_probe";
   }
   return "?";
 }
 
+}  // namespace
+
+std::string shader_file(const KernelKey& key) {
+  return key.registers ? register_file(key.kind) : staged_file(key.kind);
+}
+
 std::string function_name(const KernelKey& key) {
-  std::string name = shader_file(key.kind);
+  std::string name = (key.registers ? "register_" : "") + staged_file(key.kind);
   if (!is_sum(key.kind)) name += "_" + std::string(dtype_name(key.dtype));
   if (key.head_tile != 0) name += "_d" + std::to_string(key.head_tile);
   if (key.value_tile != 0) name += "_v" + std::to_string(key.value_tile);
   name += "_r" + std::to_string(key.block_rows);
   if (key.block_columns != 0) name += "_c" + std::to_string(key.block_columns);
+  if (key.registers) name += register_suffix(key);
   return name;
 }
 
 std::string instantiation(const KernelKey& key) {
-  std::string arguments = is_sum(key.kind) ? "" : storage_type(key.dtype) + ", ";
-  std::string sizes;
+  std::string text =
+      "FLASHATTN_INSTANTIATE(\"" + function_name(key) + "\", " + function_template(key);
+  if (!is_sum(key.kind)) text += ", " + storage_type(key.dtype);
+  if (key.registers) return text + ", " + register_arguments(key) + ")";
+  if (key.kind == KernelKind::kLaneMapProbe) return text + ")";
   for (const int size : {key.head_tile, key.value_tile, key.block_rows, key.block_columns}) {
-    if (size != 0) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+    if (size != 0) text += ", " + std::to_string(size);
   }
-  return "FLASHATTN_INSTANTIATE(\"" + function_name(key) + "\", " + function_template(key.kind) +
-         ", " + arguments + sizes + ")";
+  return text + ")";
 }
 
 int threads_per_threadgroup(const KernelKey& key) {
+  if (key.registers) return key.registers.simdgroups * kSimdWidth;
   const int rows_of_simdgroup = is_row_kernel(key.kind) ? 1 : kFragment;
   return key.block_rows / rows_of_simdgroup * kSimdWidth;
 }
 
 std::int64_t threadgroup_memory(const KernelKey& key) {
+  if (key.kind == KernelKind::kLaneMapProbe) {
+    return abi::kFragmentSize * static_cast<std::int64_t>(item_size(key.dtype));
+  }
   if (is_row_kernel(key.kind)) return 0;
+  if (key.registers) return register_memory(key);
   const int strips = key.block_rows / kFragment;
   const int tiles = key.block_columns * (key.head_tile + key.value_tile + 2 * kPadding);
   const int arena =

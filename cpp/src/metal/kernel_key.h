@@ -18,9 +18,11 @@ enum class KernelKind : std::uint8_t {
   kBackwardDq,
   kBackwardDv,
   kBackwardDk,
+  kBackwardDkv,  // both at once: register kernels only
   kMaskGradient,
   kSlopeGradient,
   kSinkGradient,
+  kLaneMapProbe,  // of a device, not of a call: lane_maps.h
 };
 
 // Options that a kernel is specialised for; all off is the plain kernel.
@@ -37,6 +39,23 @@ struct KernelOptions {
   bool any() const { return *this != KernelOptions{}; }
 };
 
+// How a register kernel works: scores in registers, shaders/register_*.metal. Without row_fragments
+// it is a staged one, which passes them through threadgroup memory.
+struct RegisterVariant {
+  int row_fragments = 0;  // strips of 8 rows that each simdgroup owns
+  int simdgroups = 0;
+  bool held = false;         // Q, or K, stays in registers instead of being read for every block
+  bool value_held = false;   // and so does dO, or V, which forward has not
+  bool apple_map = false;    // for Apple's lane map alone
+  bool full_rows = false;    // every row that it owns exists
+  bool vector_rows = false;  // rows are read four elements at a time
+  bool exact_tiles = false;  // head_dim and value_dim fill their tiles
+  bool selects = false;      // keeps values that are not finite from rows that may not see them
+
+  bool operator==(const RegisterVariant&) const = default;
+  explicit operator bool() const { return row_fragments != 0; }
+};
+
 struct KernelKey {
   KernelKind kind = KernelKind::kForward;
   DType dtype = DType::kFloat32;  // storage type of every tensor
@@ -50,6 +69,7 @@ struct KernelKey {
   bool ragged = false;  // rows lie where EntryRows says
   bool paged = false;   // forward: keys lie in pages
   KernelOptions options{};
+  RegisterVariant registers{};
 
   bool operator==(const KernelKey&) const = default;
 };
@@ -70,7 +90,7 @@ struct Binding {
 };
 
 // The file in shaders/ that holds the kernel, without its ending: "backward_dq".
-std::string shader_file(KernelKind kind);
+std::string shader_file(const KernelKey& key);
 
 // The kernel's host name, e.g. "forward_float32_d64_v64_r32_c16". Function constants are not part
 // of it.
@@ -90,6 +110,16 @@ bool takes_modifiers(const KernelKey& key);
 
 // function_name and the constants that are on: unique per key, for caches and diagnostics.
 std::string to_string(const KernelKey& key);
+
+// What a register kernel adds to its name, template arguments and constants: see
+// kernel_key_register.cpp.
+std::string register_suffix(const KernelKey& key);
+std::string register_arguments(const KernelKey& key);
+std::string register_constants_text(const KernelKey& key);
+std::vector<FunctionConstantValue> register_constants(const KernelKey& key);
+std::int64_t register_memory(const KernelKey& key);
+// The file of the register kernels of a kind, "" where there is none.
+std::string register_file(KernelKind kind);
 
 // Threads of one threadgroup.
 int threads_per_threadgroup(const KernelKey& key);

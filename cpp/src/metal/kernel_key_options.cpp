@@ -9,7 +9,7 @@ namespace {
 
 bool is_backward_product(KernelKind kind) {
   return kind == KernelKind::kBackwardDq || kind == KernelKind::kBackwardDv ||
-         kind == KernelKind::kBackwardDk;
+         kind == KernelKind::kBackwardDk || kind == KernelKind::kBackwardDkv;
 }
 
 // Whether the kernel includes modifiers.h.
@@ -18,9 +18,15 @@ bool has_options(KernelKind kind) {
          is_backward_product(kind);
 }
 
+// One template has all register kernels of the key side, and so their buffers.
+KernelKind kind_of_buffers(const KernelKey& key) {
+  const bool key_side = key.kind == KernelKind::kBackwardDv || key.kind == KernelKind::kBackwardDk;
+  return key.registers && key_side ? KernelKind::kBackwardDkv : key.kind;
+}
+
 std::vector<Binding> plain_bindings(const KernelKey& key) {
   using namespace abi;
-  switch (key.kind) {
+  switch (kind_of_buffers(key)) {
     case KernelKind::kForward:
       return {{kBufferQuery},     {kBufferKey},       {kBufferValue},
               {kBufferOut, true}, {kBufferLse, true}, {kBufferRowIntervals}};
@@ -35,6 +41,10 @@ std::vector<Binding> plain_bindings(const KernelKey& key) {
     case KernelKind::kBackwardDk:
       return {{kBufferQuery}, {kBufferKey},   {kBufferValue},    {kBufferLse},
               {kBufferDout},  {kBufferDelta}, {kBufferDk, true}, {kBufferRowIntervals}};
+    case KernelKind::kBackwardDkv:
+      return {{kBufferQuery},    {kBufferKey},      {kBufferValue},
+              {kBufferLse},      {kBufferDout},     {kBufferDelta},
+              {kBufferDk, true}, {kBufferDv, true}, {kBufferRowIntervals}};
     case KernelKind::kMaskGradient:
       return {{kBufferQuery}, {kBufferKey},   {kBufferValue},       {kBufferLse},
               {kBufferDout},  {kBufferDelta}, {kBufferDmask, true}, {kBufferRowIntervals}};
@@ -42,6 +52,8 @@ std::vector<Binding> plain_bindings(const KernelKey& key) {
       return {{kBufferSlopeRows}, {kBufferDalibiSlopes, true}};
     case KernelKind::kSinkGradient:
       return {{kBufferLse}, {kBufferDelta}, {kBufferSinks}, {kBufferDsinks, true}};
+    case KernelKind::kLaneMapProbe:
+      return {{kBufferOut, true}};
   }
   return {};
 }
@@ -52,6 +64,7 @@ std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
   if (key.kind == KernelKind::kDelta) {
     return {{abi::kConstantHasDlse, key.has_dlse}, {abi::kConstantIsRagged, key.ragged}};
   }
+  if (key.kind == KernelKind::kLaneMapProbe) return {};
   if (!has_options(key.kind)) return {{abi::kConstantIsRagged, key.ragged}};
   const KernelOptions& options = key.options;
   std::vector<FunctionConstantValue> values = {
@@ -73,6 +86,9 @@ std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
   if (key.kind == KernelKind::kBackwardDq) {
     values.push_back({abi::kConstantSlopeGradient, options.slope_gradient});
   }
+  if (key.registers) {
+    for (const FunctionConstantValue& value : register_constants(key)) values.push_back(value);
+  }
   return values;
 }
 
@@ -82,6 +98,7 @@ std::vector<Binding> bindings(const KernelKey& key) {
     if (on) used.insert(used.end(), more);
   };
   add(key.has_dlse, {{abi::kBufferDlse}});
+  add(static_cast<bool>(key.registers), {{abi::kBufferStatus, true}});
   add(key.options.mask.has_value(), {{abi::kBufferMask}, {abi::kBufferMaskTiles}});
   add(key.options.alibi, {{abi::kBufferAlibiSlopes}, {abi::kBufferRowShifts}});
   add(key.options.sinks, {{abi::kBufferSinks}});
@@ -111,6 +128,7 @@ std::string to_string(const KernelKey& key) {
   add(key.options.sinks, "sinks");
   add(key.options.dropout, "dropout");
   add(key.options.slope_gradient, "slope_rows");
+  if (key.registers) text += register_constants_text(key);
   return text;
 }
 

@@ -1,6 +1,7 @@
 // The Metal backend: binds a call's tensors, asks the schedule for dispatches and runs them. Which
 // problems it can do is schedule.h's answer; how a kernel works is in shaders/.
 #include <atomic>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include "metal/call_buffers.h"
 #include "metal/device.h"
 #include "metal/encode.h"
+#include "metal/lane_maps.h"
 #include "metal/mask_table.h"
 #include "metal/objects.h"
 #include "metal/pipeline_cache.h"
@@ -31,11 +33,13 @@ struct Session {
   explicit Session(NS::SharedPtr<MTL::Device> found)
       : device(std::move(found)),
         pipelines(device.handle(), archive_path(device.facts().name, device.os_build())),
-        pool(device.handle(), kIdlePoolBytes) {}
+        pool(device.handle(), kIdlePoolBytes),
+        lane_maps(&device, &pipelines, &pool) {}
 
   Device device;
   PipelineCache pipelines;
   BufferPool pool;
+  LaneMaps lane_maps;
 };
 
 bool is_empty(const AttentionProblem& problem) {
@@ -107,6 +111,42 @@ void bind_tables(const Schedule& schedule, const AttentionProblem& problem, cons
   }
 }
 
+// The word that register kernels leave behind.
+std::uint32_t status_of(const SlotTable& slots) {
+  const BoundBuffer& bound = slots[abi::kBufferStatus];
+  std::uint32_t status = abi::kStatusGood;
+  std::memcpy(&status, static_cast<const char*>(bound.buffer->contents()) + bound.offset,
+              sizeof status);
+  return status;
+}
+
+// Runs what `build(facts, selects)` schedules. A status tells that the results are void and what
+// would make them good: other kernels for the device's lane map, or kernels that select.
+template <typename Build>
+void run_call(Session* here, const AttentionProblem& problem, const TensorView& mask,
+              CallBuffers* buffers, SlotTable* slots, Build&& build) {
+  bool selects = false;
+  for (;;) {
+    const DeviceFacts facts = here->lane_maps.facts();
+    const Schedule schedule = build(facts, selects);
+    bind_tables(schedule, problem, mask, buffers, slots);
+    // A kernel of the key side names both gradients, also where only one is wanted and written.
+    BoundBuffer& dk = (*slots)[abi::kBufferDk];
+    BoundBuffer& dv = (*slots)[abi::kBufferDv];
+    if (dk.buffer == nullptr) dk = dv;
+    if (dv.buffer == nullptr) dv = dk;
+    constexpr std::uint32_t kGood = abi::kStatusGood;
+    if (has_status(schedule)) (*slots)[abi::kBufferStatus] = buffers->table(&kGood, sizeof kGood);
+    run_schedule(here->device, here->pipelines, schedule, *slots);
+    const std::uint32_t status = has_status(schedule) ? status_of(*slots) : kGood;
+    if (status == abi::kStatusGood) return;
+    if (status == abi::kStatusLaneMap) {
+      here->lane_maps.demote(problem.dtype, facts.map_of(problem.dtype));
+    }
+    if (status == abi::kStatusNonFinite) selects = true;
+  }
+}
+
 void fill_zero(const TensorView& view) {
   if (view) strided_zero(host_view(view));
 }
@@ -165,7 +205,8 @@ std::string MetalBackend::device() const {
   if (found == nullptr) return "none";
   const DeviceFacts& facts = found->device.facts();
   return facts.name + ", Apple GPU family " + std::to_string(facts.apple_family) +
-         (kSimulated ? " (simulated)" : "");
+         (kSimulated ? " (simulated)" : "") +
+         (found->device.usable().ok ? ", " + found->lane_maps.describe() : "");
 }
 
 Support MetalBackend::available() const {
@@ -211,10 +252,11 @@ void MetalBackend::forward(const AttentionProblem& problem, const ForwardTensors
   SlotTable slots{};
   ForwardTensors bound = tensors;  // with the strides that the kernels see
   bind_tensors(call_tensors(bound), &buffers, &slots);
-  const Schedule schedule =
-      schedule_forward(problem, bound, visibilities(problem, tensors.inputs), here->device.facts());
-  bind_tables(schedule, problem, bound.inputs.mask, &buffers, &slots);
-  run_schedule(here->device, here->pipelines, schedule, slots);
+  const std::vector<Visibility> visible = visibilities(problem, tensors.inputs);
+  run_call(here, problem, bound.inputs.mask, &buffers, &slots,
+           [&](const DeviceFacts& facts, bool selects) {
+             return schedule_forward(problem, bound, visible, facts, selects);
+           });
   buffers.finish();
   fill_slack(problem, tensors);
 }
@@ -236,10 +278,11 @@ void MetalBackend::backward(const AttentionProblem& problem, const BackwardTenso
   CallBuffers buffers = call_buffers(here);
   SlotTable slots{};
   bind_tensors(call_tensors(bound), &buffers, &slots);
-  const Schedule schedule = schedule_backward(problem, bound, visibilities(problem, tensors.inputs),
-                                              here->device.facts());
-  bind_tables(schedule, problem, bound.inputs.mask, &buffers, &slots);
-  run_schedule(here->device, here->pipelines, schedule, slots);
+  const std::vector<Visibility> visible = visibilities(problem, tensors.inputs);
+  run_call(here, problem, bound.inputs.mask, &buffers, &slots,
+           [&](const DeviceFacts& facts, bool selects) {
+             return schedule_backward(problem, bound, visible, facts, selects);
+           });
   buffers.finish();
   fill_slack(problem, tensors);
 }

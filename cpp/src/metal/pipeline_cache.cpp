@@ -58,7 +58,7 @@ NS::SharedPtr<MTL::Library> compile_library(MTL::Device* device, const std::stri
 
 NS::SharedPtr<MTL::Library> PipelineCache::library(const KernelKey& key) {
   return libraries_.get(function_name(key), [&] {
-    return compile_library(device_, shader_program(shader_file(key.kind), instantiation(key)),
+    return compile_library(device_, shader_program(shader_file(key), instantiation(key)),
                            to_string(key));
   });
 }

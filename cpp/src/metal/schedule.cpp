@@ -1,8 +1,10 @@
 // The schedule of each pass; see schedule.h.
 #include "metal/schedule.h"
 
+#include <algorithm>
 #include <cassert>
 #include <numbers>
+#include <optional>
 
 #include "metal/schedule_builder.h"
 #include "metal/schedule_options.h"
@@ -27,6 +29,7 @@ abi::AttentionParams size_params(const AttentionProblem& problem) {
   params.value_dim = static_cast<std::uint32_t>(problem.value_dim);
   params.scale = problem.scale;
   params.scale_log2e = problem.scale * std::numbers::log2e_v<float>;
+  params.max_slack = kMaxSlack;
   params.table_rows =
       static_cast<std::uint32_t>(problem.packed ? problem.total_q : problem.seqlen_q);
   return params;
@@ -72,28 +75,85 @@ std::int64_t contiguous_bytes(const TensorView& view) {
   return view.shape[0] * view.stride[0] * static_cast<std::int64_t>(item_size(view.dtype));
 }
 
+// Whether register kernels may read the tensor's rows four elements at a time, with offsets inside
+// a block of rows in 32 bits.
+bool has_vector_rows(const TensorView& view) {
+  constexpr std::int64_t kLongestRow = std::int64_t{1} << 23;
+  return view.shape[3] % 4 == 0 && view.stride[3] == 1 && view.stride[1] > 0 &&
+         view.stride[1] < kLongestRow;
+}
+
+// One matrix product pass: its kernel, and what a score costs in products of the tiles' sizes.
+struct ProductPass {
+  KernelKind kind;
+  int head_products;
+  int value_products;
+};
+
+// What the passes of one call share.
+struct CallPasses {
+  const AttentionProblem& problem;
+  const DeviceFacts& facts;
+  Geometry geometry;
+  bool vector_rows;
+  bool selects;
+
+  std::optional<KernelKey> register_key(KernelKind kind, std::int64_t rows) const {
+    std::optional<KernelKey> key =
+        choose_register(product_key(kind, problem, geometry), rows, facts);
+    if (!key) return key;
+    key->registers.vector_rows = vector_rows;
+    key->registers.exact_tiles =
+        problem.head_dim == geometry.head_tile && problem.value_dim == geometry.value_tile;
+    key->registers.selects = selects;
+    return key;
+  }
+};
+
+// Adds a pass, by a register kernel where there is one. Keys are the own rows of dv and dk.
+void add_pass(const CallPasses& call, const ProductPass& pass, bool slope_gradient,
+              ScheduleBuilder* builder) {
+  const AttentionProblem& problem = call.problem;
+  const bool key_side = pass.kind != KernelKind::kForward && pass.kind != KernelKind::kBackwardDq;
+  const std::int64_t rows = key_side ? problem.seqlen_k : problem.seqlen_q;
+  const std::int64_t heads = problem.batch * (key_side ? problem.kv_heads : problem.query_heads);
+  const auto flops = [&](const KernelKey& key) {
+    const std::int64_t visited =
+        key_side ? (problem.seqlen_q + key.block_columns) * problem.heads_per_kv()
+                 : problem.seqlen_k + key.block_columns;
+    const Geometry geometry{.head_tile = key.head_tile,
+                            .value_tile = key.value_tile,
+                            .block_rows = key.block_rows,
+                            .block_columns = key.block_columns};
+    return threadgroup_flops(geometry, visited, pass.head_products, pass.value_products);
+  };
+  if (std::optional<KernelKey> key = call.register_key(pass.kind, rows)) {
+    key->options.slope_gradient = slope_gradient;
+    builder->add_rows(*key, rows, heads, flops(*key));
+    return;
+  }
+  KernelKey key = product_key(pass.kind, problem, call.geometry);
+  key.options.slope_gradient = slope_gradient;
+  builder->add(key, heads * blocks_of(rows, key.block_rows), flops(key));
+}
+
 // The passes over the query side and the key side.
-void add_products(const AttentionProblem& problem, const BackwardTensors& tensors,
-                  const Geometry& geometry, ScheduleBuilder* builder) {
-  const std::int64_t query_blocks =
-      problem.batch * problem.query_heads * blocks_of(problem.seqlen_q, geometry.block_rows);
-  const std::int64_t key_blocks =
-      problem.batch * problem.kv_heads * blocks_of(problem.seqlen_k, geometry.block_rows);
-  const std::int64_t keys = problem.seqlen_k + geometry.block_columns;
-  const std::int64_t rows = (problem.seqlen_q + geometry.block_columns) * problem.heads_per_kv();
+void add_products(const CallPasses& call, const BackwardTensors& tensors,
+                  ScheduleBuilder* builder) {
+  const Geometry& geometry = call.geometry;
   if (tensors.dq) {
-    KernelKey key = product_key(KernelKind::kBackwardDq, problem, geometry);
-    key.options.slope_gradient = static_cast<bool>(tensors.dalibi_slopes);
-    builder->add(key, query_blocks, threadgroup_flops(geometry, keys, 2, 1));
+    add_pass(call, {KernelKind::kBackwardDq, 2, 1}, static_cast<bool>(tensors.dalibi_slopes),
+             builder);
   }
-  if (tensors.dv) {
-    builder->add(product_key(KernelKind::kBackwardDv, problem, geometry), key_blocks,
-                 threadgroup_flops(geometry, rows, 1, 1));
+  const bool fused = tensors.dk && tensors.dv &&
+                     fuses_dkv(geometry.head_tile, geometry.value_tile) &&
+                     call.register_key(KernelKind::kBackwardDkv, call.problem.seqlen_k);
+  if (fused) {
+    add_pass(call, {KernelKind::kBackwardDkv, 2, 2}, false, builder);
+    return;
   }
-  if (tensors.dk) {
-    builder->add(product_key(KernelKind::kBackwardDk, problem, geometry), key_blocks,
-                 threadgroup_flops(geometry, rows, 2, 1));
-  }
+  if (tensors.dv) add_pass(call, {KernelKind::kBackwardDv, 1, 1}, false, builder);
+  if (tensors.dk) add_pass(call, {KernelKind::kBackwardDk, 2, 1}, false, builder);
 }
 
 // dmask: a threadgroup per tile of the mask, which is added to one tile of scores, or to all of
@@ -124,26 +184,36 @@ void add_sum(KernelKind kind, const AttentionProblem& problem, std::int64_t sums
 
 }  // namespace
 
+bool has_status(const Schedule& schedule) {
+  return std::any_of(
+      schedule.dispatches.begin(), schedule.dispatches.end(),
+      [](const Dispatch& dispatch) { return static_cast<bool>(dispatch.key.registers); });
+}
+
 Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
-                          const std::vector<Visibility>& visibility, const DeviceFacts& facts) {
+                          const std::vector<Visibility>& visibility, const DeviceFacts& facts,
+                          bool selects) {
   assert(std::ssize(visibility) == problem.batch);
-  const Geometry geometry = choose_geometry(problem, facts);
   const AttentionInputs& in = tensors.inputs;
+  const CallPasses call{.problem = problem,
+                        .facts = facts,
+                        .geometry = choose_geometry(problem, facts),
+                        .vector_rows = has_vector_rows(in.query) && has_vector_rows(in.key) &&
+                                       has_vector_rows(in.value),
+                        .selects = selects};
   ScheduleBuilder builder(
       facts, call_params(problem, tensors),
       modifier_params(problem,
                       {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}));
   builder.add_visibility(visibility, problem.alibi);
   builder.add_entries(problem, in);
-  builder.add(
-      product_key(KernelKind::kForward, problem, geometry),
-      problem.batch * problem.query_heads * blocks_of(problem.seqlen_q, geometry.block_rows),
-      threadgroup_flops(geometry, problem.seqlen_k + geometry.block_columns, 1, 1));
+  add_pass(call, {KernelKind::kForward, 1, 1}, false, &builder);
   return builder.take();
 }
 
 Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& given,
-                           const std::vector<Visibility>& visibility, const DeviceFacts& facts) {
+                           const std::vector<Visibility>& visibility, const DeviceFacts& facts,
+                           bool selects) {
   assert(std::ssize(visibility) == problem.batch);
   const Geometry geometry = choose_geometry(problem, facts);
   BackwardTensors tensors = given;
@@ -177,7 +247,13 @@ Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensor
 
   if (tensors.dalibi_slopes) builder.add_scratch(abi::kBufferSlopeRows, row_bytes);
   if (tensors.dq && !given.dq) builder.add_scratch(abi::kBufferDq, contiguous_bytes(tensors.dq));
-  add_products(problem, tensors, geometry, &builder);
+  const CallPasses call{.problem = problem,
+                        .facts = facts,
+                        .geometry = geometry,
+                        .vector_rows = has_vector_rows(in.query) && has_vector_rows(in.key) &&
+                                       has_vector_rows(in.value) && has_vector_rows(tensors.dout),
+                        .selects = selects};
+  add_products(call, tensors, &builder);
   if (tensors.dalibi_slopes) {
     const bool per_batch = in.alibi_slopes.rank == 2;
     add_sum(KernelKind::kSlopeGradient, problem, per_batch ? heads : problem.query_heads, &builder);

@@ -71,6 +71,22 @@ void ScheduleBuilder::add(const KernelKey& key, std::int64_t total, double flops
   }
 }
 
+void ScheduleBuilder::add_rows(KernelKey key, std::int64_t rows, std::int64_t heads, double flops) {
+  const std::int64_t blocks = (rows + key.block_rows - 1) / key.block_rows;
+  // Entries of a ragged call end anywhere.
+  const std::int64_t whole = key.ragged ? 0 : rows / key.block_rows;
+  const auto add_blocks = [&](std::int64_t first, std::int64_t count, bool full) {
+    if (count == 0) return;
+    params_.first_block = static_cast<std::uint32_t>(first);
+    params_.blocks = static_cast<std::uint32_t>(count);
+    key.registers.full_rows = full;
+    add(key, count * heads, flops);
+  };
+  add_blocks(0, whole, true);
+  add_blocks(whole, blocks - whole, false);
+  params_.first_block = params_.blocks = 0;
+}
+
 void ScheduleBuilder::add_mask_gradient(const KernelKey& key, std::int64_t total,
                                         std::uint64_t tiles, double flops) {
   // A threadgroup has one core to itself, so its share of what a command buffer may carry is small:

@@ -28,6 +28,10 @@ class ScheduleBuilder {
   // `total` threadgroups of one kernel, each worth `flops`, split where a command buffer is full.
   void add(const KernelKey& key, std::int64_t total, double flops);
 
+  // `rows` rows of each of `heads` heads to a register kernel: the blocks that exist whole, then
+  // the last one, or all of a ragged call, which check their rows.
+  void add_rows(KernelKey key, std::int64_t rows, std::int64_t heads, double flops);
+
   // dmask: `total` threadgroups, each adding up `tiles` tiles of scores worth `flops` each, in
   // dispatches that take so few of them that no threadgroup runs for long.
   void add_mask_gradient(const KernelKey& key, std::int64_t total, std::uint64_t tiles,

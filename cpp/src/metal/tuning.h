@@ -1,10 +1,12 @@
 // Tuning: which tile shapes a problem runs with. Rows cite a measurement or say "guess".
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "flashattn/problem.h"
 #include "metal/device_facts.h"
+#include "metal/kernel_key.h"
 
 namespace flashattn::metal {
 
@@ -36,6 +38,22 @@ int round_up_to_tile(std::int64_t dim);
 // The largest blocks that the device has threadgroup memory and threads for, or the smallest ones
 // where it has not: misfit tells.
 Geometry choose_geometry(const AttentionProblem& problem, const DeviceFacts& facts);
+
+// By how many powers of two a row's running maximum may lag behind in the forward register kernels:
+// new maxima are then rare, and weights stay below 2^8. From the cost model
+// (tests/metal/cost_model).
+inline constexpr float kMaxSlack = 8.0F;
+
+// A register kernel for one product of the pass, or nothing where the staged one has to do: the
+// lane map is not known, a tile is larger than kMaxRegisterTile, or the device is too small. `key`
+// has kind, dtype, tiles and options; what comes back has a block and a variant too, with all rows
+// full. The block's columns, and so the bits of the result, depend on dtype and tiles alone.
+inline constexpr int kMaxRegisterTile = 128;
+std::optional<KernelKey> choose_register(KernelKey key, std::int64_t rows,
+                                         const DeviceFacts& facts);
+
+// Whether dK and dV come from one kernel.
+bool fuses_dkv(int head_tile, int value_tile);
 
 // Why kernels of this pass cannot run with this geometry on the device; empty when they can.
 std::string misfit(const Geometry& geometry, Pass pass, const DeviceFacts& facts);

@@ -10,6 +10,7 @@
 #include "metal/device.h"
 #include "metal/pipeline_cache.h"
 #include "metal/shader_source.h"
+#include "metal/tuning.h"
 #include "support.h"
 
 namespace {
@@ -69,6 +70,25 @@ BOOST_AUTO_TEST_CASE(threadgroup_memory_is_what_the_kernels_declare) {
       BOOST_TEST(state->staticThreadgroupMemoryLength() ==
                      static_cast<NS::UInteger>(flashattn::metal::threadgroup_memory(key)),
                  to_string(key));
+    }
+  }
+}
+
+// And so for register kernels, in float and in half.
+BOOST_AUTO_TEST_CASE(threadgroup_memory_of_register_kernels) {
+  PipelineCache cache(device.get(), {});
+  flashattn::metal::DeviceFacts facts;
+  facts.float_map = facts.half_map = flashattn::metal::LaneMap::kAny;
+  for (const KernelKind kind : {KernelKind::kForward, KernelKind::kBackwardDq,
+                                KernelKind::kBackwardDv, KernelKind::kBackwardDkv}) {
+    for (const flashattn::DType dtype : {flashattn::DType::kFloat32, flashattn::DType::kFloat16}) {
+      const auto key = flashattn::metal::choose_register(
+          {.kind = kind, .dtype = dtype, .head_tile = 16, .value_tile = 48}, 40, facts);
+      BOOST_TEST_REQUIRE(key.has_value());
+      const auto state = cache.get(*key);
+      BOOST_TEST(state->staticThreadgroupMemoryLength() ==
+                     static_cast<NS::UInteger>(flashattn::metal::threadgroup_memory(*key)),
+                 to_string(*key));
     }
   }
 }

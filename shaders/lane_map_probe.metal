@@ -1,0 +1,17 @@
+// Writes where the lanes' elements of an 8x8 matrix of F stand, for the host to choose kernels by.
+// One simdgroup.
+#include "lane_map.h"
+#include "tile.h"
+
+// positions: 64 words; words 2 lane and 2 lane + 1 are 8 row + column of the lane's two elements.
+template <typename F>
+[[kernel]] void lane_map_probe(device uint* positions [[buffer(kBufferOut)]],
+                               uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup F numbers[kFragmentSize];
+  numbers[2 * lane] = F(float(2 * lane));
+  numbers[2 * lane + 1] = F(float(2 * lane + 1));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const LaneMap map = read_lane_map<F>(numbers);
+  positions[2 * lane] = map.row0 * kFragment + map.column0;
+  positions[2 * lane + 1] = map.row1 * kFragment + map.column1;
+}
