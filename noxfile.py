@@ -197,6 +197,10 @@ SURFACE_TESTS += ("torch",)
 # Forward and backward as such, on every device in every run. Of the other files a run takes one
 # device a test, under the checker, and `simulated_devices` all five.
 PLAIN_TESTS = ("forward", "backward", "visibility", "nan", "decode")
+# Under the checker these run the kernels that calls choose, the other files the staged ones:
+# options on register kernels are tests/metal's to check, and the random problems'.
+CHOSEN_KERNELS = (*PLAIN_TESTS, "determinism", "kvcache", "metal_kernels", "varlen")
+STAGED = {"FLASHATTN_METAL_KERNELS": "staged"}
 # Random problems, which run in sizes that need few kernels to be compiled.
 RANDOM_TESTS = ("test_properties", "test_option_space")
 
@@ -278,18 +282,22 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
     environment |= {"PYTHONPATH": str(ROOT / "tests" / "metal")}
     # Its twin in test_process.py makes fewer calls on a simulated device.
     slow = "--deselect=tests/test_known_faults_process.py::test_c28_no_leak_over_many_shapes"
-    chosen = unchecked | {"FLASHATTN_BACKEND": "metal"}
-    session.run(*pytest, *surface, slow, env=environment | chosen)
+    by_name = unchecked | {"FLASHATTN_BACKEND": "metal"}
+    session.run(*pytest, *surface, slow, env=environment | by_name)
     environment |= {"FLASHATTN_TEST_BACKENDS": "metal"}
     devices = {"FLASHATTN_TEST_SIMULATED": SIMULATED_DEVICES}
+    chosen = [str(ROOT / f"tests/test_{name}.py") for name in CHOSEN_KERNELS]
+    staged = sorted(set(behaviour) - set(chosen))
     checked = devices | {"FLASHATTN_TEST_ROTATE": "0"}
-    session.run(*pytest, *behaviour, env=environment | checked)
+    session.run(*pytest, *chosen, env=environment | checked)
+    session.run(*pytest, *staged, env=environment | checked | STAGED)
     plain = [f"tests/test_{name}.py" for name in PLAIN_TESTS]
-    others = devices | {"FLASHATTN_TEST_ROTATE": "1,2,3,4"} | unchecked
-    session.run(*pytest, *plain, env=environment | others)
+    others = environment | devices | unchecked
+    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "1,2"})
+    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "3,4"} | STAGED)
     if session.name == "simulated_devices":
         rest = sorted(set(behaviour) - {str(ROOT / path) for path in plain})
-        session.run(*pytest, *rest, env=environment | others)
+        session.run(*pytest, *rest, env=others | {"FLASHATTN_TEST_ROTATE": "1,2,3,4"})
     # 250 random problems a property and 300 of the whole option space, on one more device.
     many = {"FLASHATTN_HYPOTHESIS": "simulated", "FLASHATTN_TEST_SIMULATED": "random:4/random"}
     problems = [f"tests/{name}.py" for name in RANDOM_TESTS]

@@ -114,10 +114,15 @@ void LaneMaps::demote(DType dtype, LaneMap chosen) {
 }
 
 std::string LaneMaps::describe() {
-  if (allowed_map() == LaneMap::kUnknown) {
-    return std::string(name_of(LaneMap::kUnknown)) + " (" + kVariable + ")";
+  DeviceFacts known;
+  try {
+    if (allowed_map() == LaneMap::kUnknown) {
+      return std::string(name_of(LaneMap::kUnknown)) + " (" + kVariable + ")";
+    }
+    known = facts();
+  } catch (const InvalidArgument& wrong) {
+    return wrong.what();
   }
-  const DeviceFacts known = facts();
   std::string text = name_of(known.float_map);
   if (known.float_map == LaneMap::kUnknown) text += " (its lane map is not a usable one)";
   if (known.half_map != known.float_map) {

@@ -201,7 +201,7 @@ Session* MetalBackend::session() const {
 }
 
 std::string MetalBackend::device() const {
-  const Session* found = session();
+  Session* found = session();
   if (found == nullptr) return "none";
   const DeviceFacts& facts = found->device.facts();
   return facts.name + ", Apple GPU family " + std::to_string(facts.apple_family) +
