@@ -47,8 +47,10 @@ enum BufferSlot {
       22,               // float (batch, query_heads, table_rows), contiguous: dalibi_slopes by row
   kBufferStatus = 23,   // Status, one word: what register kernels found wrong
   kBufferEntries = 24,  // EntryRows (batch), of ragged calls
-  kBufferBlockTable = 25,  // 32-bit (batch, max_pages), of paged ones
-  kBufferCount = 26,
+  kBufferBlockTable = 25,    // 32-bit (batch, max_pages), of paged ones
+  kBufferPartialOut = 26,    // float (batch, query_heads, few_rows, chunks, value_dim), contiguous
+  kBufferPartialState = 27,  // float (batch, query_heads, few_rows, chunks, 2): maximum, sum
+  kBufferCount = 28,
 };
 
 // The geometry of a simdgroup and of the tiles, which the host needs to size threadgroups and
@@ -97,6 +99,7 @@ enum FunctionConstantId {
   kConstantVectorRows = 17,     // rows are contiguous, dimensions multiples of 4, strides short
   kConstantExactTiles = 18,     // head_dim and value_dim fill their tiles
   kConstantSelects = 19,  // values that are not finite are kept from rows that may not see them
+  kConstantIsSplit = 20,  // keys in chunks, whose results merge_chunks puts together
 };
 
 // What a tile of a dense mask lets through; TileVisibility of core/visibility.h.
@@ -169,7 +172,9 @@ struct AttentionParams {
   FLASHATTN_UINT blocks;       // and how many: the ragged last one has a dispatch of its own
   float max_slack;             // by how many powers of two a row's running maximum may lag behind
   FLASHATTN_UINT table_rows;   // of one (batch, head) in delta and slope_rows
-  FLASHATTN_UINT unused;
+  FLASHATTN_UINT few_rows;     // keys of entries of at most so many rows are split; 0: none
+  FLASHATTN_UINT chunk_keys;   // of a split call: a multiple of every block of keys
+  FLASHATTN_UINT chunks;
 };
 
 // Element strides of a (batch, head, row, key) table; 0 along an axis that it is broadcast over.
@@ -221,7 +226,7 @@ struct ModifierParams {
 #if !defined(__METAL_VERSION__)
 static_assert(sizeof(RowInterval) == 16);
 static_assert(sizeof(EntryRows) == 32);
-static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 16 * 4);
+static_assert(sizeof(AttentionParams) == 8 * 32 + 2 * 24 + 18 * 4);
 static_assert(sizeof(ModifierParams) == 3 * 32 + 13 * 8 + 14 * 4 + 8);
 }  // namespace flashattn::metal::abi
 #endif

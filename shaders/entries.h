@@ -46,6 +46,13 @@ inline FLASHATTN_INT64 query_index(ScalarStrides strides, EntryRows entry, uint 
   return scalar_index(strides, entry.query_batch, head, entry.query_row + row);
 }
 
+// Index of the first chunk of a query row in a contiguous (batch, query_heads, few_rows, chunks)
+// table: the parts of split rows.
+inline FLASHATTN_INT64 partial_index(constant AttentionParams& params, uint b, uint h, uint row) {
+  const FLASHATTN_INT64 head = FLASHATTN_INT64(b) * params.query_heads + h;
+  return (head * params.few_rows + row) * params.chunks;
+}
+
 // Index of query row 0 in a contiguous (batch, query_heads, rows) table: delta, slope_rows.
 inline FLASHATTN_INT64 table_index(constant AttentionParams& params, EntryRows entry, uint head) {
   return (FLASHATTN_INT64(entry.query_batch) * params.query_heads + head) * params.table_rows +

@@ -15,149 +15,74 @@
 // end. Whether a row's maximum moves depends on that row alone, so its bits do not depend on its
 // neighbours. With max_slack = 0 this is the exact online softmax; otherwise P may grow to
 // 2^max_slack, which float does not notice.
+//
+// Few rows leave most of a GPU idle: their keys are split into chunks of params.chunk_keys, each
+// with a threadgroup of its own, whose simdgroups take the heads that share the keys. What a chunk
+// comes to - m, l and O as they stand after its last block - goes to merge_chunks.metal.
 #include "block_ranges.h"
-#include "exchange.h"
 #include "register_finite.h"
 #include "register_modifiers.h"
 #include "register_pages.h"
 #include "register_product.h"
+#include "register_softmax.h"
 #include "register_tile.h"
 #include "tile.h"
 
-// What turns the scores of a strip into exponents of 2 and into natural ones.
-struct ScoreUnits {
-  float sign;    // 1 unless the scale is negative, or 0, and has not been applied yet
-  float factor;  // c, positive: what the difference of two scores is multiplied with
-  float scale;   // what makes a score natural
+constant bool is_split [[function_constant(kConstantIsSplit)]];
+
+// Which rows of which head a simdgroup computes, and with which keys.
+struct ForwardTask {
+  uint b;
+  uint h;
+  uint kv_head;
+  uint block_row;  // first row of the threadgroup
+  uint first_row;  // and of the simdgroup; past the end where it has nothing to do
+  uint chunk;      // of the keys; 0 in a call that is not split
 };
 
-inline ScoreUnits score_units(float scale, float scale_log2e) {
-  ScoreUnits units;
-  units.sign = 1.0f;
-  units.factor = M_LOG2E_F;
-  units.scale = 1.0f;
-  if (changes_scores()) return units;
-  units.sign = scale < 0.0f ? -1.0f : (scale > 0.0f ? 1.0f : 0.0f);
-  // With scale 0 all scores are 0 and any factor will do.
-  units.factor = units.sign == 0.0f ? 1.0f : units.sign * scale_log2e;
-  units.scale = units.sign * scale;
-  return units;
-}
-
-// What a row has seen so far. A lane holds two elements of each of its fragments: lane_rows is 1
-// where both are known to stand in one row. Sums stay per element until the end.
-template <uint row_fragments, uint lane_rows>
-struct SoftmaxState {
-  float row_max[row_fragments][lane_rows];  // in the units of S
-  float row_sum[row_fragments][2];
-};
-
-// sink: the head's extra logit, -INFINITY for none; it has a weight of 1 in column 0 of each row.
-template <uint row_fragments, uint lane_rows>
-void start_softmax(thread SoftmaxState<row_fragments, lane_rows>& state, float sink, float factor,
-                   LaneMap map) {
-#pragma clang loop unroll(full)
-  for (uint r = 0; r < row_fragments; ++r) {
-    // Finite after the factor too, so that a hidden score less this maximum is -inf and not NaN.
-#pragma clang loop unroll(full)
-    for (uint e = 0; e < lane_rows; ++e) {
-      state.row_max[r][e] = sink == -INFINITY ? -FLT_MAX / max(factor, 1.0f) : sink;
-    }
-    state.row_sum[r][0] = sink != -INFINITY && map.column0 == 0 ? 1.0f : 0.0f;
-    state.row_sum[r][1] = sink != -INFINITY && map.column1 == 0 ? 1.0f : 0.0f;
+template <uint own_rows, uint simdgroups>
+ForwardTask forward_task(constant AttentionParams& params, uint threadgroup_index, uint simdgroup) {
+  ForwardTask at;
+  const uint task = params.first_threadgroup + threadgroup_index;
+  if (is_split) {
+    const uint groups = (params.heads_per_kv + simdgroups - 1) / simdgroups;
+    const uint head_tasks = params.batch * params.kv_heads * groups;
+    const uint g = task % groups * simdgroups + simdgroup;
+    at.chunk = task / head_tasks;
+    at.b = task % head_tasks / groups / params.kv_heads;
+    at.kv_head = task / groups % params.kv_heads;
+    at.h = at.kv_head * params.heads_per_kv + min(g, params.heads_per_kv - 1);
+    at.block_row = 0;
+    at.first_row = g < params.heads_per_kv ? 0 : own_rows;
+    return at;
   }
+  // Long causal rows first: row blocks count down, heads of one block are neighbours.
+  const uint head_tasks = params.batch * params.query_heads;
+  const uint block = params.first_block + params.blocks - 1 - task / head_tasks;
+  at.b = task % head_tasks / params.query_heads;
+  at.h = task % params.query_heads;
+  at.kv_head = at.h / params.heads_per_kv;
+  at.block_row = block * simdgroups * own_rows;
+  at.first_row = at.block_row + simdgroup * own_rows;
+  at.chunk = 0;
+  return at;
 }
 
-template <uint row_fragments, uint columns>
-void scale_fragments(thread simdgroup_float8x8 (&S)[row_fragments][columns], float factor) {
-#pragma clang loop unroll(full)
-  for (uint r = 0; r < row_fragments; ++r) scale_strip(S[r], factor);
+inline void store_state(device float* target, float row_max, float row_sum) {
+  target[0] = row_max;
+  target[1] = row_sum;
 }
 
-// Raises the running maxima to those of S where they moved, and scales what was summed before.
-template <uint exchange, uint row_fragments, uint lane_rows, uint columns, uint value_fragments>
-void raise_maxima(thread SoftmaxState<row_fragments, lane_rows>& state,
-                  thread simdgroup_float8x8 (&O)[row_fragments][value_fragments],
-                  thread simdgroup_float8x8 (&S)[row_fragments][columns], float factor,
-                  float max_slack, LaneMap map, threadgroup float* table, uint lane) {
-  float block_max[row_fragments][2];
-  bool moved = false;
-#pragma clang loop unroll(full)
-  for (uint r = 0; r < row_fragments; ++r) {
-    float max0 = S[r][0].thread_elements()[0];
-    float max1 = S[r][0].thread_elements()[1];
-#pragma clang loop unroll(full)
-    for (uint j = 1; j < columns; ++j) {
-      max0 = max(max0, S[r][j].thread_elements()[0]);
-      max1 = max(max1, S[r][j].thread_elements()[1]);
-    }
-    block_max[r][0] = max0;
-    block_max[r][1] = max1;
-    moved = moved || (max0 - state.row_max[r][0]) * factor > max_slack ||
-            (max1 - state.row_max[r][lane_rows - 1]) * factor > max_slack;
-  }
-  if (!simd_any(moved)) return;
-#pragma clang loop unroll(full)
-  for (uint r = 0; r < row_fragments; ++r) {
-    combine_rows<exchange>(block_max[r][0], block_max[r][1], map, table, lane, MaxOf());
-    float correction[lane_rows];
-#pragma clang loop unroll(full)
-    for (uint e = 0; e < lane_rows; ++e) {
-      const float before = state.row_max[r][e];
-      const bool rises = (block_max[r][e] - before) * factor > max_slack;
-      const float after = rises ? block_max[r][e] : before;
-      correction[e] = fast::exp2((before - after) * factor);
-      state.row_max[r][e] = after;
-    }
-    state.row_sum[r][0] *= correction[0];
-    state.row_sum[r][1] *= correction[lane_rows - 1];
-#pragma clang loop unroll(full)
-    for (uint d = 0; d < value_fragments; ++d) {
-      O[r][d].thread_elements()[0] *= correction[0];
-      O[r][d].thread_elements()[1] *= correction[lane_rows - 1];
-    }
-  }
+// Whether another dispatch of a ragged call computes the entry, or none does.
+inline bool is_elsewhere(constant AttentionParams& params, EntryRows entry, uint block_row) {
+  if (!is_ragged) return false;
+  return block_row >= entry.seqlen_q || (entry.seqlen_q <= params.few_rows) != is_split;
 }
 
-// 2^(factor (score - row_max)). Natural scores may be as large as float goes, so their difference
-// is taken first; for products one fused instruction does it, with `shift` = -factor * row_max.
-inline float weight_of(float score, float row_max, float shift, float factor) {
-  if (changes_scores()) return fast::exp2((score - row_max) * factor);
-  return fast::exp2(fma(score, factor, shift));
-}
-
-// S becomes P in place.
-template <uint row_fragments, uint lane_rows, uint columns>
-void exponentiate(thread simdgroup_float8x8 (&S)[row_fragments][columns],
-                  thread SoftmaxState<row_fragments, lane_rows>& state, float factor) {
-#pragma clang loop unroll(full)
-  for (uint r = 0; r < row_fragments; ++r) {
-    const float max0 = state.row_max[r][0];
-    const float max1 = state.row_max[r][lane_rows - 1];
-#pragma clang loop unroll(full)
-    for (uint j = 0; j < columns; ++j) {
-      const float p0 = weight_of(S[r][j].thread_elements()[0], max0, -(max0 * factor), factor);
-      const float p1 = weight_of(S[r][j].thread_elements()[1], max1, -(max1 * factor), factor);
-      state.row_sum[r][0] += p0;
-      state.row_sum[r][1] += p1;
-      S[r][j].thread_elements()[0] = p0;
-      S[r][j].thread_elements()[1] = p1;
-    }
-  }
-}
-
-// Log-sum-exp of a row. Where weights were taken from factor * row_max rounded, what that rounding
-// added to their sum comes off again.
-inline float row_lse(float row_max, float row_sum, ScoreUnits units) {
-  if (row_sum == 0.0f) return -INFINITY;
-  if (changes_scores()) return row_max + log(row_sum);
-  const float rounding = fma(row_max, units.factor, -(row_max * units.factor));
-  return fma(units.scale, row_max, log(row_sum) - rounding * M_LN2_F);
-}
-
-// query, key, value, out: (batch, row, head, dim) by params' strides; lse: (batch, head, row);
-// status: one word; the options' arguments as modifiers.h says. held is head_tile / 8, or 1 where Q
-// is read again for every block.
+// query, key, value, out: (batch, row, head, dim) by params' strides; lse: (batch, head, row); of a
+// split call, partial_out: (batch, query_heads, few_rows, chunks, value_dim), partial_state: the
+// same with maximum and sum in place of value_dim; status: one word; the options' arguments as
+// modifiers.h says. held is head_tile / 8, or 1 where Q is read again for every block.
 template <typename T, typename F, uint head_tile, uint value_tile, uint row_fragments, uint block_k,
           uint simdgroups, uint held, uint exchange>
 [[kernel, max_total_threads_per_threadgroup(simdgroups * 32)]] void register_forward(
@@ -170,6 +95,8 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     device const float* sinks [[buffer(kBufferSinks), function_constant(has_sinks)]],
     FLASHATTN_ENTRY_ARGUMENT,
     device const uint* block_table [[buffer(kBufferBlockTable), function_constant(is_paged)]],
+    device float* partial_out [[buffer(kBufferPartialOut), function_constant(is_split)]],
+    device float* partial_state [[buffer(kBufferPartialState), function_constant(is_split)]],
     uint threadgroup_index [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -192,19 +119,20 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   }
   threadgroup float* table = tables + simdgroup * kFragmentSize;
 
-  // Long causal rows first: row blocks count down, heads of one block are neighbours.
-  const uint task = params.first_threadgroup + threadgroup_index;
-  const uint head_tasks = params.batch * params.query_heads;
-  const uint block = params.first_block + params.blocks - 1 - task / head_tasks;
-  const uint b = task % head_tasks / params.query_heads;
-  const uint h = task % params.query_heads;
-  const uint kv_head = h / params.heads_per_kv;
+  const ForwardTask at = forward_task<own_rows, simdgroups>(params, threadgroup_index, simdgroup);
+  const uint b = at.b;
+  const uint h = at.h;
+  const uint first_row = at.first_row;
   const EntryRows entry = entry_rows(params, entries, b);
-  if (is_ragged && block * block_q >= entry.seqlen_q) return;
-  const uint first_row = block * block_q + simdgroup * own_rows;
+  if (is_elsewhere(params, entry, at.block_row)) return;
   const int valid_rows = int(entry.seqlen_q) - int(first_row);
   const RowInterval interval = row_intervals[b];
-  const BlockRange block_keys = keys_of_block(interval, entry.seqlen_q, block * block_q, block_q);
+  BlockRange block_keys = keys_of_block(interval, entry.seqlen_q, at.block_row, block_q);
+  if (is_split) {
+    const int first_key = int(at.chunk * params.chunk_keys);
+    block_keys.any.begin = max(block_keys.any.begin, first_key);
+    block_keys.any.end = min(block_keys.any.end, first_key + int(params.chunk_keys));
+  }
   const BlockRange own_keys = keys_of_block(interval, entry.seqlen_q, first_row, own_rows);
 
   device const T* Q_rows = query_pointer(query, params.query, entry, h, first_row);
@@ -217,15 +145,17 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   const ScoreUnits units = score_units(params.scale, params.scale_log2e);
   SoftmaxState<row_fragments, lane_rows> state;
   float sink = -INFINITY;
-  if (has_sinks) sink = sinks[FLASHATTN_INT64(h) * modifiers->sinks_head];
+  if (has_sinks && at.chunk == 0) sink = sinks[FLASHATTN_INT64(h) * modifiers->sinks_head];
   start_softmax(state, sink, units.factor, map);
 
-  const KeyRows<T> K_head = key_rows(key, params.key, entry, block_table, kv_head);
-  const KeyRows<T> V_head = key_rows(value, params.value, entry, block_table, kv_head);
+  const KeyRows<T> K_head = key_rows(key, params.key, entry, block_table, at.kv_head);
+  const KeyRows<T> V_head = key_rows(value, params.value, entry, block_table, at.kv_head);
   for (int j = block_keys.any.begin / int(block_k) * int(block_k); j < block_keys.any.end;
        j += int(block_k)) {
-    if (!mask_shows(modifiers, mask_tiles, b, h, block * block_q, block_q, entry.seqlen_q, j)) {
-      continue;  // the same for the whole threadgroup
+    // Heads of one threadgroup differ; otherwise this is the same for all of it.
+    if (!is_split &&
+        !mask_shows(modifiers, mask_tiles, b, h, at.block_row, block_q, entry.seqlen_q, j)) {
+      continue;
     }
     const uint valid_keys = uint(min(int(block_k), interval.key_limit - j));
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -296,19 +226,31 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
     float sum0 = state.row_sum[r][0];
     float sum1 = state.row_sum[r][1];
     combine_rows<exchange>(sum0, sum1, map, table, lane, SumOf());
+    const float max0 = state.row_max[r][0];
+    const float max1 = state.row_max[r][lane_rows - 1];
     const int rows_left = valid_rows - int(r * kFragment);
+    // The lane that holds a row's first column writes what there is one of.
+    const bool writes0 = map.column0 == 0 && int(map.row0) < rows_left;
+    const bool writes1 = map.column1 == 0 && int(map.row1) < rows_left;
+    if (is_split) {
+      const FLASHATTN_INT64 part =
+          partial_index(params, b, h, first_row + r * kFragment) + at.chunk;
+      TensorStrides strides;
+      strides.row = FLASHATTN_INT64(params.chunks) * params.value_dim;
+      strides.dim = 1;
+      store_strip_rows(O[r], partial_out + part * params.value_dim, strides, rows_left,
+                       params.value_dim, 1.0f, 1.0f, false, map);
+      device float* states = partial_state + 2 * part;
+      if (writes0) store_state(states + 2 * (map.row0 * params.chunks), max0, sum0);
+      if (writes1) store_state(states + 2 * (map.row1 * params.chunks), max1, sum1);
+      continue;
+    }
     // A row that saw no key has l = 0: its output is 0 and its log-sum-exp -inf.
     store_strip_rows(O[r], out_rows + FLASHATTN_INT64(r * kFragment) * params.out.row, params.out,
                      rows_left, params.value_dim, sum0 == 0.0f ? 0.0f : 1.0f / sum0,
                      sum1 == 0.0f ? 0.0f : 1.0f / sum1, false, map);
-    // The lane that holds a row's first column writes its log-sum-exp.
-    if (map.column0 == 0 && int(map.row0) < rows_left) {
-      lse_rows[FLASHATTN_INT64(r * kFragment + map.row0) * params.lse.row] =
-          row_lse(state.row_max[r][0], sum0, units);
-    }
-    if (map.column1 == 0 && int(map.row1) < rows_left) {
-      lse_rows[FLASHATTN_INT64(r * kFragment + map.row1) * params.lse.row] =
-          row_lse(state.row_max[r][lane_rows - 1], sum1, units);
-    }
+    const FLASHATTN_INT64 first = FLASHATTN_INT64(r * kFragment) * params.lse.row;
+    if (writes0) lse_rows[first + map.row0 * params.lse.row] = row_lse(max0, sum0, units);
+    if (writes1) lse_rows[first + map.row1 * params.lse.row] = row_lse(max1, sum1, units);
   }
 }

@@ -18,13 +18,15 @@ from shader_cases import (
     Launch,
     Params,
     Tensors,
+    compile_launch,
 )
 from shader_options import ShaderOptions, function_constants
-from simulator import Library, Run
+from simulator import SHADERS, Library, Run, Simulator
 
 # Computed by register kernels.
 REGISTER_KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_dv", "backward_dk")
 CONSTANT_FULL_ROWS, CONSTANT_VECTOR_ROWS, CONSTANT_EXACT_TILES, CONSTANT_SELECTS = 16, 17, 18, 19
+CONSTANT_IS_SPLIT = 20
 STATUS_GOOD, STATUS_LANE_MAP, STATUS_NON_FINITE = 0, 1, 2
 REGISTER_HEADERS = ("lane_map.h", "lane_map_probe.metal", "exchange.h", "block_ranges.h")
 FRAGMENTS = {
@@ -83,7 +85,12 @@ class Register:
                 CONSTANT_EXACT_TILES: True,
                 CONSTANT_SELECTS: False,
                 CONSTANT_IS_RAGGED: False,
-                (CONSTANT_IS_PAGED if self.kernel == "forward" else CONSTANT_ACCUMULATE): False,
+                **dict.fromkeys(
+                    (CONSTANT_IS_PAGED, CONSTANT_IS_SPLIT)
+                    if self.kernel == "forward"
+                    else (CONSTANT_ACCUMULATE,),
+                    False,
+                ),
                 **function_constants(ShaderOptions()),
             },
         )
@@ -170,3 +177,42 @@ def run_register(
         buffers: list[np.ndarray | bytes | None] = [a.get(name) for name in SLOTS]
         runs.append(kernel((count * heads, 1, 1), (launch.threads, 1, 1), buffers))
     return runs
+
+
+FEW_ROWS = 8  # and the rows of a threadgroup that merges chunks
+
+
+def merge_line(dtype: str) -> str:
+    return f'FLASHATTN_INSTANTIATE("merge_chunks", merge_chunks, {FRAGMENTS[dtype][0]}, {FEW_ROWS})'
+
+
+def run_split(
+    simulator: Simulator,
+    register: Register,
+    case: Case,
+    tensors: Tensors,
+    chunk_keys: int,
+    folder: Path = SHADERS,
+) -> list[Run]:
+    """A forward pass of few rows: a dispatch over chunks of keys, then their merging."""
+    launch = register.launch()
+    params = Params.from_buffer_copy(tensors.arrays["params"].tobytes())
+    params.few_rows, params.chunk_keys = case.seqlen_q, chunk_keys
+    params.chunks = -(-case.seqlen_k // chunk_keys)
+    rows = case.batch * case.query_heads * case.seqlen_q
+    arrays = tensors.arrays
+    arrays["params"] = np.frombuffer(bytearray(bytes(params)), np.uint8)
+    arrays["partial_out"] = np.full((rows, params.chunks, case.value_dim), np.nan, np.float32)
+    arrays["partial_state"] = np.full((rows, params.chunks, 2), np.nan, np.float32)
+    buffers: list[np.ndarray | bytes | None] = [arrays.get(name) for name in SLOTS]
+    constants = {**launch.constants, **register.constants_for(case, full=False)}
+    constants[CONSTANT_IS_SPLIT] = True
+    split = compile_launch(simulator, launch, folder).kernel(launch.kernel, constants)
+    groups = -(-(case.query_heads // case.kv_heads) // register.simdgroups)
+    grid = params.chunks * case.batch * case.kv_heads * groups
+    runs = [split((grid, 1, 1), (launch.threads, 1, 1), buffers)]
+    library = simulator.compile_file(folder / "merge_chunks.metal", append=merge_line(case.dtype))
+    own = {**function_constants(case.options), CONSTANT_IS_RAGGED: False}
+    merge = library.kernel("merge_chunks", own)
+    grid = case.batch * case.query_heads
+    return [*runs, merge((grid, 1, 1), (32 * FEW_ROWS, 1, 1), buffers)]

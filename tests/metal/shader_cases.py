@@ -51,8 +51,7 @@ class Params(ctypes.Structure):
         ("first_block", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
         ("max_slack", ctypes.c_float),
-        ("table_rows", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *[(name, ctypes.c_uint32) for name in ("table_rows", "few_rows", "chunk_keys", "chunks")],
     ]
 
 
@@ -60,7 +59,7 @@ SLOTS = [
     *("query", "key", "value", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv"),
     *("row_intervals", "params", "modifiers", "mask", "mask_tiles", "alibi_slopes", "row_shifts"),
     *("sinks", "dmask", "dalibi_slopes", "dsinks", "slope_rows", "status", "entries"),
-    "block_table",
+    *("block_table", "partial_out", "partial_state"),
 ]
 
 

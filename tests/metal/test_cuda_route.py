@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from register_cases import REGISTER_KERNELS
 from shader_cases import KERNELS, SUM_KERNELS
 from simulator import METAL
 
@@ -25,6 +26,10 @@ def test_all_units_are_written(tmp_path: Path) -> None:
     assert {f"base_{kernel}" for kernel in (*KERNELS, *SUM_KERNELS)} < set(units)
     with_options = [kernel for kernel in KERNELS if kernel != "delta"] + ["mask_gradient"]
     assert {f"options_{kernel}" for kernel in with_options} < set(units)
+    assert {f"base_register_{kernel}" for kernel in REGISTER_KERNELS} < set(units)
+    assert {"base_split", "base_merge_chunks", "nobar_register_dq_2", "nobar_exchange_1"} < set(
+        units
+    )
     assert set(faults) < set(units)
     assert len([name for name in faults if name.startswith("nobar_")]) >= 30
     for name, text in units.items():

@@ -30,8 +30,9 @@ std::string function_template(const KernelKey& key) {
 
 // Kernels without tiles: a row or a head to each simdgroup.
 bool is_row_kernel(KernelKind kind) {
-  return kind == KernelKind::kDelta || kind == KernelKind::kSlopeGradient ||
-         kind == KernelKind::kSinkGradient || kind == KernelKind::kLaneMapProbe;
+  return kind == KernelKind::kDelta || kind == KernelKind::kMergeChunks ||
+         kind == KernelKind::kSlopeGradient || kind == KernelKind::kSinkGradient ||
+         kind == KernelKind::kLaneMapProbe;
 }
 
 // Those read and write float tables alone, so there is one of each.
@@ -43,6 +44,8 @@ std::string staged_file(KernelKind kind) {
   switch (kind) {
     case KernelKind::kForward:
       return "forward";
+    case KernelKind::kMergeChunks:
+      return "merge_chunks";
     case KernelKind::kDelta:
       return "delta";
     case KernelKind::kBackwardDq:

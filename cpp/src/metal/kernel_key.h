@@ -14,6 +14,7 @@ namespace flashattn::metal {
 
 enum class KernelKind : std::uint8_t {
   kForward,
+  kMergeChunks,  // of register kernels that split the keys of few rows
   kDelta,
   kBackwardDq,
   kBackwardDv,
@@ -50,6 +51,7 @@ struct RegisterVariant {
   bool full_rows = false;    // every row that it owns exists
   bool vector_rows = false;  // rows are read four elements at a time
   bool exact_tiles = false;  // head_dim and value_dim fill their tiles
+  bool split = false;        // forward: a chunk of the keys, for kMergeChunks
   bool selects = false;      // keeps values that are not finite from rows that may not see them
 
   bool operator==(const RegisterVariant&) const = default;

@@ -14,8 +14,8 @@ bool is_backward_product(KernelKind kind) {
 
 // Whether the kernel includes modifiers.h.
 bool has_options(KernelKind kind) {
-  return kind == KernelKind::kForward || kind == KernelKind::kMaskGradient ||
-         is_backward_product(kind);
+  return kind == KernelKind::kForward || kind == KernelKind::kMergeChunks ||
+         kind == KernelKind::kMaskGradient || is_backward_product(kind);
 }
 
 // One template has all register kernels of the key side, and so their buffers.
@@ -30,6 +30,8 @@ std::vector<Binding> plain_bindings(const KernelKey& key) {
     case KernelKind::kForward:
       return {{kBufferQuery},     {kBufferKey},       {kBufferValue},
               {kBufferOut, true}, {kBufferLse, true}, {kBufferRowIntervals}};
+    case KernelKind::kMergeChunks:
+      return {{kBufferOut, true}, {kBufferLse, true}, {kBufferPartialOut}, {kBufferPartialState}};
     case KernelKind::kDelta:
       return {{kBufferOut}, {kBufferDout}, {kBufferDelta, true}};
     case KernelKind::kBackwardDq:
@@ -97,18 +99,22 @@ std::vector<Binding> bindings(const KernelKey& key) {
   const auto add = [&used](bool on, std::initializer_list<Binding> more) {
     if (on) used.insert(used.end(), more);
   };
+  add(key.ragged, {{abi::kBufferEntries}});
+  // It has to know of the options only in which units scores are.
+  if (key.kind == KernelKind::kMergeChunks) return used;
   add(key.has_dlse, {{abi::kBufferDlse}});
   add(static_cast<bool>(key.registers), {{abi::kBufferStatus, true}});
   add(key.options.mask.has_value(), {{abi::kBufferMask}, {abi::kBufferMaskTiles}});
   add(key.options.alibi, {{abi::kBufferAlibiSlopes}, {abi::kBufferRowShifts}});
   add(key.options.sinks, {{abi::kBufferSinks}});
   add(key.options.slope_gradient, {{abi::kBufferSlopeRows, true}});
-  add(key.ragged, {{abi::kBufferEntries}});
+  add(key.registers.split, {{abi::kBufferPartialOut, true}, {abi::kBufferPartialState, true}});
   add(key.paged, {{abi::kBufferBlockTable}});
   return used;
 }
 
 bool takes_modifiers(const KernelKey& key) {
+  if (key.kind == KernelKind::kMergeChunks) return false;
   return key.options.any() || key.kind == KernelKind::kSlopeGradient ||
          key.kind == KernelKind::kSinkGradient;
 }

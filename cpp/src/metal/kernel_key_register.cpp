@@ -55,10 +55,12 @@ std::string register_arguments(const KernelKey& key) {
 
 std::vector<FunctionConstantValue> register_constants(const KernelKey& key) {
   const RegisterVariant& variant = key.registers;
-  return {{abi::kConstantFullRows, variant.full_rows},
-          {abi::kConstantVectorRows, variant.vector_rows},
-          {abi::kConstantExactTiles, variant.exact_tiles},
-          {abi::kConstantSelects, variant.selects}};
+  std::vector<FunctionConstantValue> values = {{abi::kConstantFullRows, variant.full_rows},
+                                               {abi::kConstantVectorRows, variant.vector_rows},
+                                               {abi::kConstantExactTiles, variant.exact_tiles},
+                                               {abi::kConstantSelects, variant.selects}};
+  if (key.kind == KernelKind::kForward) values.push_back({abi::kConstantIsSplit, variant.split});
+  return values;
 }
 
 std::string register_constants_text(const KernelKey& key) {
@@ -67,6 +69,7 @@ std::string register_constants_text(const KernelKey& key) {
   if (variant.full_rows) text += "+full";
   if (variant.vector_rows) text += "+vectors";
   if (variant.exact_tiles) text += "+exact";
+  if (variant.split) text += "+split";
   if (variant.selects) text += "+selects";
   return text;
 }

@@ -6,6 +6,7 @@
 #include <numbers>
 #include <optional>
 
+#include "core/make_visibility.h"
 #include "metal/schedule_builder.h"
 #include "metal/schedule_options.h"
 #include "metal/schedule_tensors.h"
@@ -90,6 +91,15 @@ struct ProductPass {
   int value_products;
 };
 
+// Rows of each entry of a call, or of all of them where they are the same.
+std::vector<std::int64_t> rows_of_entries(const AttentionProblem& problem,
+                                          const AttentionInputs& in) {
+  if (!problem.packed) return {problem.seqlen_q};
+  std::vector<std::int64_t> rows;
+  for (const Entry& entry : make_entries(problem, in)) rows.push_back(entry.seqlen_q);
+  return rows;
+}
+
 // What the passes of one call share.
 struct CallPasses {
   const AttentionProblem& problem;
@@ -99,8 +109,16 @@ struct CallPasses {
   bool selects;
 
   std::optional<KernelKey> register_key(KernelKind kind, std::int64_t rows) const {
-    std::optional<KernelKey> key =
-        choose_register(product_key(kind, problem, geometry), rows, facts);
+    return with_facts(choose_register(product_key(kind, problem, geometry), rows, facts));
+  }
+
+  std::optional<KernelKey> split_key() const {
+    return with_facts(choose_split(product_key(KernelKind::kForward, problem, geometry),
+                                   problem.heads_per_kv(), facts));
+  }
+
+  // A register kernel, and what the call lets it leave out.
+  std::optional<KernelKey> with_facts(std::optional<KernelKey> key) const {
     if (!key) return key;
     key->registers.vector_rows = vector_rows;
     key->registers.exact_tiles =
@@ -135,6 +153,40 @@ void add_pass(const CallPasses& call, const ProductPass& pass, bool slope_gradie
   KernelKey key = product_key(pass.kind, problem, call.geometry);
   key.options.slope_gradient = slope_gradient;
   builder->add(key, heads * blocks_of(rows, key.block_rows), flops(key));
+}
+
+// Forward for entries of few rows and many keys: chunks of keys side by side, then their merging.
+// Returns whether entries are left for the kernel that takes all keys of a row.
+bool add_split(const CallPasses& call, const AttentionInputs& in, ScheduleBuilder* builder) {
+  const AttentionProblem& problem = call.problem;
+  // A chunk alone has the bits of a call that is not split, so only longer ones are.
+  const std::int64_t chunks = blocks_of(problem.seqlen_k, kChunkKeys);
+  if (chunks < 2) return true;
+  std::int64_t few = 0;  // rows of the tallest entry that is split
+  bool others = false;
+  for (const std::int64_t rows : rows_of_entries(problem, in)) {
+    if (rows > kFewRows) others = true;
+    if (rows <= kFewRows) few = std::max(few, rows);
+  }
+  const std::optional<KernelKey> key = call.split_key();
+  if (few == 0 || !key) return true;
+  builder->set_split(few, kChunkKeys, chunks);
+  const std::int64_t rows = problem.batch * problem.query_heads * few * chunks;
+  constexpr std::int64_t kFloat = sizeof(float);
+  builder->add_scratch(abi::kBufferPartialOut, rows * problem.value_dim * kFloat);
+  builder->add_scratch(abi::kBufferPartialState, rows * 2 * kFloat);
+  const std::int64_t groups =
+      blocks_of(problem.heads_per_kv(), static_cast<int>(key->registers.simdgroups));
+  builder->add(*key, chunks * problem.batch * problem.kv_heads * groups,
+               2.0 * key->block_rows * kChunkKeys * (key->head_tile + key->value_tile));
+  builder->add({.kind = KernelKind::kMergeChunks,
+                .dtype = problem.dtype,
+                .block_rows = kFewRows,
+                .ragged = problem.ragged(),
+                .options = kernel_options(KernelKind::kForward, problem)},
+               problem.batch * problem.query_heads,
+               2.0 * kFewRows * static_cast<double>(chunks * problem.value_dim));
+  return others;
 }
 
 // The passes over the query side and the key side.
@@ -207,7 +259,9 @@ Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors&
                       {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}));
   builder.add_visibility(visibility, problem.alibi);
   builder.add_entries(problem, in);
-  add_pass(call, {KernelKind::kForward, 1, 1}, false, &builder);
+  if (add_split(call, in, &builder)) {
+    add_pass(call, {KernelKind::kForward, 1, 1}, false, &builder);
+  }
   return builder.take();
 }
 

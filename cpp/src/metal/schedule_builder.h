@@ -32,6 +32,14 @@ class ScheduleBuilder {
   // the last one, or all of a ragged call, which check their rows.
   void add_rows(KernelKey key, std::int64_t rows, std::int64_t heads, double flops);
 
+  // From here on entries of at most few_rows rows have their keys split into `chunks` chunks of
+  // chunk_keys.
+  void set_split(std::int64_t few_rows, int chunk_keys, std::int64_t chunks) {
+    params_.few_rows = static_cast<std::uint32_t>(few_rows);
+    params_.chunk_keys = static_cast<std::uint32_t>(chunk_keys);
+    params_.chunks = static_cast<std::uint32_t>(chunks);
+  }
+
   // dmask: `total` threadgroups, each adding up `tiles` tiles of scores worth `flops` each, in
   // dispatches that take so few of them that no threadgroup runs for long.
   void add_mask_gradient(const KernelKey& key, std::int64_t total, std::uint64_t tiles,

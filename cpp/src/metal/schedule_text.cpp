@@ -59,6 +59,10 @@ const char* slot_name(abi::BufferSlot slot) {
       return "slope_rows";
     case abi::kBufferStatus:
       return "status";
+    case abi::kBufferPartialOut:
+      return "partial_out";
+    case abi::kBufferPartialState:
+      return "partial_state";
     case abi::kBufferCount:
       break;
   }
@@ -75,8 +79,12 @@ std::string bindings_text(const KernelKey& key) {
   return reads + " -> " + writes;
 }
 
-// Which tiles of scores dmask adds up.
-std::string tiles_text(const Dispatch& dispatch) {
+// Which tiles of scores dmask adds up, or how keys are split.
+std::string parts_text(const Dispatch& dispatch) {
+  if (dispatch.key.registers.split) {
+    return ", " + std::to_string(dispatch.params.chunks) + " chunks of " +
+           std::to_string(dispatch.params.chunk_keys) + " keys";
+  }
   if (dispatch.key.kind != KernelKind::kMaskGradient) return {};
   return ", tiles " + std::to_string(dispatch.modifiers.first_tile) + "+" +
          std::to_string(dispatch.modifiers.tile_count);
@@ -93,7 +101,7 @@ std::string to_string(const Schedule& schedule) {
             std::to_string(dispatch.threadgroups) + " x " +
             std::to_string(dispatch.threads_per_threadgroup) + " threads, " +
             std::to_string(threadgroup_memory(dispatch.key)) +
-            " B: " + bindings_text(dispatch.key) + tiles_text(dispatch) + "\n";
+            " B: " + bindings_text(dispatch.key) + parts_text(dispatch) + "\n";
   }
   for (std::size_t b = 0; b < schedule.row_intervals.size(); ++b) {
     const abi::RowInterval& interval = schedule.row_intervals[b];

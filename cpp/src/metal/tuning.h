@@ -52,6 +52,16 @@ inline constexpr int kMaxRegisterTile = 128;
 std::optional<KernelKey> choose_register(KernelKey key, std::int64_t rows,
                                          const DeviceFacts& facts);
 
+// The same for few rows, whose keys are split into chunks: simdgroups take the heads that share
+// keys.
+std::optional<KernelKey> choose_split(KernelKey key, std::int64_t heads_per_kv,
+                                      const DeviceFacts& facts);
+
+// Rows that are few, and keys of a chunk: a multiple of every block. Both are guesses; the number
+// of chunks depends on the problem alone.
+inline constexpr int kFewRows = static_cast<int>(abi::kFragment);
+inline constexpr int kChunkKeys = 256;
+
 // Whether dK and dV come from one kernel.
 bool fuses_dkv(int head_tile, int value_tile);
 

@@ -38,6 +38,16 @@ Shape choose_shape(KernelKind kind, bool wide, bool half, bool apple) {
   }
 }
 
+// The key with its rows, if the device has the memory and the threads.
+std::optional<KernelKey> fitting(KernelKey key, const DeviceFacts& facts) {
+  key.block_rows = kFragment * key.registers.row_fragments * key.registers.simdgroups;
+  if (register_memory(key) > facts.max_threadgroup_memory ||
+      threads_per_threadgroup(key) > facts.max_threads_per_threadgroup) {
+    return std::nullopt;
+  }
+  return key;
+}
+
 }  // namespace
 
 bool fuses_dkv(int head_tile, int value_tile) { return std::max(head_tile, value_tile) <= 64; }
@@ -64,12 +74,20 @@ std::optional<KernelKey> choose_register(KernelKey key, std::int64_t rows,
   // In one step, so that few kernels are compiled.
   const int fewer = variant.simdgroups / 4;
   if (fewer * variant.row_fragments * kFragment >= rows) variant.simdgroups = fewer;
-  key.block_rows = kFragment * variant.row_fragments * variant.simdgroups;
-  if (register_memory(key) > facts.max_threadgroup_memory ||
-      threads_per_threadgroup(key) > facts.max_threads_per_threadgroup) {
-    return std::nullopt;
-  }
-  return key;
+  return fitting(key, facts);
+}
+
+std::optional<KernelKey> choose_split(KernelKey key, std::int64_t heads_per_kv,
+                                      const DeviceFacts& facts) {
+  std::optional<KernelKey> chosen = choose_register(key, 1, facts);
+  if (!chosen) return chosen;
+  RegisterVariant& variant = chosen->registers;
+  variant.held = true;
+  variant.full_rows = false;
+  variant.split = true;
+  // Two sizes, so that few kernels are compiled.
+  variant.simdgroups = heads_per_kv == 1 ? 1 : 4;
+  return fitting(*chosen, facts);
 }
 
 }  // namespace flashattn::metal

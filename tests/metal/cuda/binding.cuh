@@ -37,6 +37,7 @@ enum class Kind {
   kBackwardDq,
   kBackwardDv,
   kBackwardDk,
+  kBackwardDkv,
   kMaskGradient,
   kSlopeGradient,
   kSinkGradient,
@@ -51,9 +52,14 @@ struct Entry {
   int block_rows, block_columns, threads;
   int constants;  // bit n: function constant n is on
   bool fault;
+  const char* merge;  // host name of what puts a split call's chunks together, "" elsewhere
 
   bool has(abi::FunctionConstantId constant) const { return (constants >> constant & 1) != 0; }
   bool accumulates() const { return has(abi::kConstantAccumulate) && kind != Kind::kDelta; }
+  bool splits() const { return merge[0] != '\0'; }
+  bool key_side() const {
+    return kind == Kind::kBackwardDv || kind == Kind::kBackwardDk || kind == Kind::kBackwardDkv;
+  }
   bool subtracts() const { return has(abi::kConstantHasDlse) && kind == Kind::kDelta; }
   // One result per head.
   bool sums() const { return kind == Kind::kSlopeGradient || kind == Kind::kSinkGradient; }
@@ -108,6 +114,25 @@ inline abi::AttentionParams make_params(const Problem& p) {
   return params;
 }
 
+inline int blocks_of(int length, int block) { return (length + block - 1) / block; }
+
+// Keys of a chunk where they are split: few, so that small problems have several.
+constexpr int kChunkKeys = 64;
+
+// What register kernels read besides: all blocks in one dispatch, a lagging maximum, chunks.
+inline abi::AttentionParams register_params(const Entry& entry, const Problem& p) {
+  abi::AttentionParams params = make_params(p);
+  const int rows = entry.key_side() ? p.seqlen_k : p.seqlen_q;
+  params.blocks = static_cast<unsigned>(blocks_of(rows, entry.block_rows));
+  params.max_slack = 8;
+  if (entry.splits()) {
+    params.few_rows = static_cast<unsigned>(p.seqlen_q);
+    params.chunk_keys = kChunkKeys;
+    params.chunks = static_cast<unsigned>(blocks_of(p.seqlen_k, kChunkKeys));
+  }
+  return params;
+}
+
 template <class T>
 std::vector<std::uint8_t> bytes_of(const std::vector<T>& table) {
   std::vector<std::uint8_t> bytes(table.size() * sizeof(T));
@@ -158,7 +183,9 @@ constexpr float kSink = 0.5f;
 class Binding {
  public:
   Binding(const Entry& entry, const Problem& p, const Reference& r)
-      : storage_(entry.storage), params_(make_params(p)), modifiers_(make_modifiers(p)) {
+      : storage_(entry.storage),
+        params_(register_params(entry, p)),
+        modifiers_(make_modifiers(p)) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     const auto nans = [&](std::size_t count) { return std::vector<float>(count, nan); };
     const auto before = [&](std::size_t count) {
@@ -180,6 +207,13 @@ class Binding {
     set(abi::kBufferDk, before(r.key.size()), storage_);
     set(abi::kBufferDv, before(r.value.size()), storage_);
     buffers_[abi::kBufferRowIntervals] = std::make_unique<Buffer>(row_intervals(p));
+    buffers_[abi::kBufferStatus] =
+        std::make_unique<Buffer>(bytes_of(std::vector<std::uint32_t>{abi::kStatusGood}));
+    if (entry.splits()) {
+      const std::size_t parts = r.lse.value.size() * params_.chunks;
+      set(abi::kBufferPartialOut, nans(parts * p.value_dim), Storage::kFloat32);
+      set(abi::kBufferPartialState, nans(parts * 2), Storage::kFloat32);
+    }
     if (entry.takes_options()) set_options(entry, p, r);
   }
 
@@ -200,6 +234,13 @@ class Binding {
     CHECK_CUDA(cudaLaunchKernel(kernel.function, dim3(groups), dim3(threads), arguments.data(), 0,
                                 nullptr));
     CHECK_CUDA(cudaDeviceSynchronize());
+  }
+
+  // What register kernels found wrong.
+  unsigned status() const {
+    unsigned status = 0;
+    std::memcpy(&status, buffers_.at(abi::kBufferStatus)->read().data(), sizeof status);
+    return status;
   }
 
   std::vector<float> result(unsigned slot, Storage storage) const {

@@ -70,6 +70,8 @@ std::vector<Output> outputs(const Entry& e, const Reference& r) {
       return {{"dv", abi::kBufferDv, &r.dv, e.storage}};
     case Kind::kBackwardDk:
       return {{"dk", abi::kBufferDk, &r.dk, e.storage}};
+    case Kind::kBackwardDkv:
+      return {{"dk", abi::kBufferDk, &r.dk, e.storage}, {"dv", abi::kBufferDv, &r.dv, e.storage}};
     case Kind::kMaskGradient:
       return {{"dmask", abi::kBufferDmask, &r.dmask, Storage::kFloat32}};
     case Kind::kSlopeGradient:
@@ -90,24 +92,31 @@ const Reference& cached_reference(const Problem& p, Storage storage) {
 }
 
 unsigned threadgroups(const Entry& entry, const Problem& p) {
-  const auto blocks = [](int length, int block) { return (length + block - 1) / block; };
-  if (entry.sums()) return static_cast<unsigned>(blocks(p.query_heads, entry.block_rows));
+  if (entry.sums()) return static_cast<unsigned>(blocks_of(p.query_heads, entry.block_rows));
   if (entry.kind == Kind::kMaskGradient) {
-    return static_cast<unsigned>(blocks(p.seqlen_q, entry.block_rows) *
-                                 blocks(p.seqlen_k, entry.block_columns) * p.batch);
+    return static_cast<unsigned>(blocks_of(p.seqlen_q, entry.block_rows) *
+                                 blocks_of(p.seqlen_k, entry.block_columns) * p.batch);
   }
-  const bool key_side = entry.kind == Kind::kBackwardDv || entry.kind == Kind::kBackwardDk;
-  const int groups = blocks(key_side ? p.seqlen_k : p.seqlen_q, entry.block_rows) *
-                     (key_side ? p.kv_heads : p.query_heads) * p.batch;
+  if (entry.splits()) {
+    const int simdgroups = entry.threads / static_cast<int>(abi::kSimdWidth);
+    return static_cast<unsigned>(blocks_of(p.seqlen_k, kChunkKeys) * p.batch * p.kv_heads *
+                                 blocks_of(p.group(), simdgroups));
+  }
+  const int groups = blocks_of(entry.key_side() ? p.seqlen_k : p.seqlen_q, entry.block_rows) *
+                     (entry.key_side() ? p.kv_heads : p.query_heads) * p.batch;
   return static_cast<unsigned>(groups);
 }
 
-bool run(const Entry& entry, const Problem& p) {
-  const auto found = metal_cuda::registry().find({entry.kernel, entry.unit});
+const metal_cuda::KernelEntry& find_kernel(const char* kernel, const char* unit) {
+  const auto found = metal_cuda::registry().find({kernel, unit});
   if (found == metal_cuda::registry().end()) {
-    std::fprintf(stderr, "no kernel %s in %s\n", entry.kernel, entry.unit);
+    std::fprintf(stderr, "no kernel %s in %s\n", kernel, unit);
     std::exit(2);
   }
+  return found->second;
+}
+
+bool run(const Entry& entry, const Problem& p) {
   Reference reference = cached_reference(p, entry.storage);
   // delta reads `out` as it was stored: one more rounding of each term, in the storage type.
   if (entry.kind == Kind::kDelta) {
@@ -123,8 +132,14 @@ bool run(const Entry& entry, const Problem& p) {
   if (entry.subtracts())
     for (double& x : reference.delta.value) x -= kDlse;
   Binding binding(entry, p, reference);
-  binding.launch(found->second, threadgroups(entry, p), static_cast<unsigned>(entry.threads));
-  bool good = true;
+  binding.launch(find_kernel(entry.kernel, entry.unit), threadgroups(entry, p),
+                 static_cast<unsigned>(entry.threads));
+  if (entry.splits()) {
+    binding.launch(find_kernel(entry.merge, "base_merge_chunks"),
+                   static_cast<unsigned>(p.batch * p.query_heads), 8 * abi::kSimdWidth);
+  }
+  bool good = binding.status() == abi::kStatusGood;
+  if (!good) std::printf("FAIL %s %s: status %u\n", entry.kernel, entry.unit, binding.status());
   for (const Output& output : outputs(entry, reference)) {
     const Outcome o =
         compare(binding.result(output.slot, output.storage), *output.expected, output.storage);
@@ -141,6 +156,13 @@ bool run(const Entry& entry, const Problem& p) {
 std::vector<Problem> problems(const Entry& e, const std::string& mode) {
   const int h = e.head_tile == 0 ? 64 : e.head_tile;
   const int v = e.value_tile == 0 ? 64 : e.value_tile;
+  if (e.splits() && mode == "long") return {{1, 3, 3000, 4, 2, h, v, true}};
+  if (e.splits())
+    return {{2, 3, 150, 6, 2, h - 3, v - 5, true},
+            {1, 8, 65, 2, 2, h, v, false},
+            {1, 3, 150, 2, 1, h, v, true, 'v'}};
+  // Kernels for rows that all exist, of dimensions that fill their tiles.
+  if (e.has(abi::kConstantFullRows)) return {{1, 128, 256, 2, 1, h, v, true}};
   if (mode == "long")
     return {{1, 2048, 2048, 4, 4, h, v, true}, {1, 1000, 3000, 4, 2, h, v, false}};
   if (mode == "small")

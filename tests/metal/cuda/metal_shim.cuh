@@ -132,6 +132,24 @@ struct vec : vec_members<T, N> {
   METAL_CUDA_DEVICE const T& operator[](int i) const { return element[i]; }
 };
 
+// As they lie in device memory, aligned like their elements.
+template <class T>
+struct packed4 {
+  T element[4];
+  METAL_CUDA_DEVICE operator vec<T, 4>() const {
+    return vec<T, 4>(element[0], element[1], element[2], element[3]);
+  }
+};
+
+// Relaxed stores to status words are all that shaders do with atomics.
+struct atomic_uint {
+  uint value;
+};
+enum memory_order { memory_order_relaxed };
+METAL_CUDA_DEVICE void atomic_store_explicit(atomic_uint* target, uint value, memory_order) {
+  atomicExch(&target->value, value);
+}
+
 enum class mem_flags : int { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 METAL_CUDA_DEVICE mem_flags operator|(mem_flags a, mem_flags b) {
   return mem_flags(int(a) | int(b));
@@ -307,26 +325,30 @@ METAL_CUDA_DEVICE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgrou
 using metal::as_type;
 
 // Inside a unit's namespace these hide CUDA's own vector types and functions.
-#define METAL_CUDA_TYPES        \
-  using half = __half;          \
-  using bfloat = __nv_bfloat16; \
-  using float2 = vec<float, 2>; \
-  using float4 = vec<float, 4>; \
-  using half4 = vec<half, 4>;   \
-  using uint2 = vec<uint, 2>;   \
-  using uint4 = vec<uint, 4>;   \
-  using ulong2 = vec<ulong, 2>; \
-  using metal::abs;             \
-  using metal::clamp;           \
-  using metal::exp;             \
-  using metal::exp2;            \
-  using metal::fabs;            \
-  using metal::fma;             \
-  using metal::isfinite;        \
-  using metal::isnan;           \
-  using metal::log;             \
-  using metal::log2;            \
-  using metal::max;             \
-  using metal::min;             \
-  using metal::sqrt;            \
+#define METAL_CUDA_TYPES                 \
+  using half = __half;                   \
+  using bfloat = __nv_bfloat16;          \
+  using float2 = vec<float, 2>;          \
+  using float4 = vec<float, 4>;          \
+  using half4 = vec<half, 4>;            \
+  using ushort4 = vec<ushort, 4>;        \
+  using uint2 = vec<uint, 2>;            \
+  using uint4 = vec<uint, 4>;            \
+  using ulong2 = vec<ulong, 2>;          \
+  using packed_float4 = packed4<float>;  \
+  using packed_half4 = packed4<half>;    \
+  using packed_ushort4 = packed4<ushort>; \
+  using metal::abs;                      \
+  using metal::clamp;                    \
+  using metal::exp;                      \
+  using metal::exp2;                     \
+  using metal::fabs;                     \
+  using metal::fma;                      \
+  using metal::isfinite;                 \
+  using metal::isnan;                    \
+  using metal::log;                      \
+  using metal::log2;                     \
+  using metal::max;                      \
+  using metal::min;                      \
+  using metal::sqrt;                     \
   using metal::tanh;

@@ -3,27 +3,23 @@ BUILD_FOLDER -j`.
 
 Units: every kernel at the sizes that matter and in the three storage types (map 1, Apple's), the
 float32 kernels under two more maps, and one unit per planted fault: each barrier of each shader
-deleted, and reads out of bounds. The shaders are those of the working tree.
+deleted, and reads out of bounds. The shaders are those of the working tree. The register kernels
+and few rows with their keys in chunks are plan_register.py's.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path += [str(Path(__file__).resolve().parents[n]) for n in range(3)]
 
 from msl_to_cuda import translate
+from plan_register import register_units
+from register_cases import is_register_file
+from units import BARRIER, IDS, NEUTRAL, RAGGED, ROOT, SHADERS, STORAGES, Unit
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent.parent
-SHADERS = ROOT / "shaders"
-
-# Of the register kernels, which this route does not run.
-REGISTER_HEADERS = ("lane_map.h", "exchange.h", "block_ranges.h")
-BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 BLOCK_ROWS, BLOCK_COLUMNS, DELTA_ROWS, SUM_HEADS = 32, 16, 4, 4
 KINDS = {
     "forward": "kForward",
@@ -37,26 +33,12 @@ KINDS = {
 }
 BY_ROW = {"delta": DELTA_ROWS, "slope_gradient": SUM_HEADS, "sink_gradient": SUM_HEADS}
 SUMS = ("slope_gradient", "sink_gradient")
-# Function constants of shaders/abi.h. Every option but softcap can be on and change no result: a
-# mask of zeros, slopes of 0, sinks of -inf, dropout that keeps everything, entries where they are
-# without a table.
-IDS = {
-    name: int(number)
-    for name, number in re.findall(r"kConstant(\w+) = (\d+)", (SHADERS / "abi.h").read_text())
-}
-NEUTRAL = sum(1 << IDS[n] for n in ("HasModifiers", "HasAlibi", "HasMask", "HasDropout"))
-RAGGED = 1 << IDS["IsRagged"]
 OPTIONS = {
     "forward": NEUTRAL | RAGGED | 1 << IDS["HasSinks"],
     "backward_dq": NEUTRAL | RAGGED | 1 << IDS["SlopeGradient"],
     "backward_dv": NEUTRAL | RAGGED,
     "backward_dk": NEUTRAL | RAGGED,
     "mask_gradient": NEUTRAL,
-}
-STORAGES = {
-    "float": ("float32", "kFloat32"),
-    "half": ("float16", "kFloat16"),
-    "Bfloat16": ("bfloat16", "kBFloat16"),
 }
 SMALL = ("float", 32, 16)
 SIZES = [SMALL, ("float", 64, 64), ("float", 128, 128), ("half", 64, 64), ("Bfloat16", 64, 64)]
@@ -68,19 +50,6 @@ EDITS = [
     ("unchecked_columns", "tile.h", "if (r < valid_rows && d < dim) {", "if (r < valid_rows) {"),
     ("unchecked_store", "tile.h", "if (r >= valid_rows || d >= dim) continue;", ""),
 ]
-
-
-@dataclass
-class Unit:
-    """One translation unit: a shader with instances under one map."""
-
-    name: str
-    shader: str
-    instances: list[tuple[str, int, int]]
-    map: int = 1
-    constants: int = 0  # bit n: function constant n is on
-    fault: bool = False
-    files: dict[str, str] = field(default_factory=dict)  # changed shader files by name
 
 
 def host_name(shader: str, instance: tuple[str, int, int]) -> str:
@@ -105,7 +74,7 @@ def barrier_units() -> list[Unit]:
     """
     units = []
     for path in sorted([*SHADERS.glob("*.metal"), *SHADERS.glob("*.h")]):
-        if path.name.startswith("register_") or path.name in REGISTER_HEADERS:
+        if is_register_file(path):
             continue
         text = path.read_text()
         for number, match in enumerate(BARRIER.finditer(text), 1):
@@ -150,7 +119,7 @@ def plan() -> list[Unit]:
             units.append(Unit(f"constant_{shader}", shader, [size], constants=constants))
         if shader != "delta":
             units += [Unit(f"map{m}_{shader}", shader, [("float", 64, 64)], map=m) for m in (0, 3)]
-    return [*units, *barrier_units(), *edit_units()]
+    return [*units, *barrier_units(), *edit_units(), *register_units()]
 
 
 def entry(unit: Unit, instance: tuple[str, int, int]) -> str:
@@ -163,7 +132,7 @@ def entry(unit: Unit, instance: tuple[str, int, int]) -> str:
     return (
         f'{{"{host_name(unit.shader, instance)}", "{unit.name}", Kind::{KINDS[unit.shader]}, '
         f"Storage::{STORAGES[storage][1]}, {tiles}, {rows}, {columns}, {threads}, "
-        f"{unit.constants}, {'true' if unit.fault else 'false'}}},\n"
+        f'{unit.constants}, {"true" if unit.fault else "false"}, ""}},\n'
     )
 
 
@@ -175,7 +144,8 @@ def write_unit(unit: Unit, folder: Path) -> None:
             (include / name).write_text(text)
     file = f"{unit.shader}.metal"
     source = unit.files.get(file) or (SHADERS / file).read_text()
-    lines = "\n".join(instantiation(unit.shader, instance) for instance in unit.instances)
+    own = [instantiation(unit.shader, instance) for instance in unit.instances]
+    lines = "\n".join([*own, *unit.lines])
     settings = {"METAL_CUDA_MAP": str(unit.map), "METAL_CUDA_CONSTANTS": str(unit.constants)}
     includes = [*([str(include)] if unit.files else []), str(SHADERS)]
     program = f'{source}\n#line 1 "instantiations"\n{lines}\n'
@@ -206,6 +176,7 @@ def main() -> None:
     for unit in units:
         write_unit(unit, folder)
     entries = [entry(unit, instance) for unit in units for instance in unit.instances]
+    entries += [line for unit in units for line in unit.entries]
     (folder / "plan.inc").write_text("".join(entries))
     (folder / "faults.txt").write_text("".join(f"{unit.name}\n" for unit in units if unit.fault))
     objects = " ".join([*(f"{unit.name}.o" for unit in units), "check.o", "problem.o"])
