@@ -182,8 +182,30 @@ def run_register(
 FEW_ROWS = 8  # and the rows of a threadgroup that merges chunks
 
 
-def merge_line(dtype: str) -> str:
-    return f'FLASHATTN_INSTANTIATE("merge_chunks", merge_chunks, {FRAGMENTS[dtype][0]}, {FEW_ROWS})'
+def merge_launch(dtype: str, name: str = "merge_chunks") -> Launch:
+    """What puts the chunks of few rows together."""
+    storage, _ = FRAGMENTS[dtype]
+    return Launch(
+        kernel=name,
+        shader="merge_chunks",
+        instantiation=f'FLASHATTN_INSTANTIATE("{name}", merge_chunks, {storage}, {FEW_ROWS})',
+        block_rows=FEW_ROWS,
+        block_columns=0,
+        threads=32 * FEW_ROWS,
+        constants={CONSTANT_IS_RAGGED: False, **function_constants(ShaderOptions())},
+    )
+
+
+def probe_launch(factor: str = "float") -> Launch:
+    """What tells the host the lane map."""
+    return Launch(
+        kernel="probe",
+        shader="lane_map_probe",
+        instantiation=f'FLASHATTN_INSTANTIATE("probe", lane_map_probe, {factor})',
+        block_rows=1,
+        block_columns=0,
+        threads=32,
+    )
 
 
 def run_split(
@@ -211,8 +233,7 @@ def run_split(
     groups = -(-(case.query_heads // case.kv_heads) // register.simdgroups)
     grid = params.chunks * case.batch * case.kv_heads * groups
     runs = [split((grid, 1, 1), (launch.threads, 1, 1), buffers)]
-    library = simulator.compile_file(folder / "merge_chunks.metal", append=merge_line(case.dtype))
-    own = {**function_constants(case.options), CONSTANT_IS_RAGGED: False}
-    merge = library.kernel("merge_chunks", own)
+    launch = merge_launch(case.dtype).with_constants(function_constants(case.options))
+    merge = compile_launch(simulator, launch, folder).kernel(launch.kernel, launch.constants)
     grid = case.batch * case.query_heads
-    return [*runs, merge((grid, 1, 1), (32 * FEW_ROWS, 1, 1), buffers)]
+    return [*runs, merge((grid, 1, 1), (launch.threads, 1, 1), buffers)]

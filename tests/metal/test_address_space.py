@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from register_cases import REGISTER_KERNELS, fitting
+from register_cases import REGISTER_KERNELS, fitting, merge_launch, probe_launch
 from shader_cases import KERNELS, OPTION_KERNELS, STORAGE, Case, Launch, staged
 from simulator import METAL, SHADERS
 
@@ -36,6 +36,12 @@ def test_register_shaders_are_clean(kernel: str, dtype: str) -> None:
     for held in (True, False):
         register = fitting(kernel, Case(dtype=dtype), held=held, value_held=held)
         assert messages(shader(register.launch())) == []
+
+
+def test_helpers_of_register_kernels_are_clean() -> None:
+    launches = [*(merge_launch(dtype) for dtype in STORAGE), probe_launch(), probe_launch("half")]
+    for launch in launches:
+        assert messages(shader(launch)) == []
 
 
 PROGRAM = """#include <metal_stdlib>

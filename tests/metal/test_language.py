@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from build_kernel import COMPILE, RUNTIME, target_flags, translate
 from kernels import Program
-from register_cases import REGISTER_KERNELS, fitting
+from register_cases import REGISTER_KERNELS, fitting, merge_launch, probe_launch
 from rewrite import Rewriter
 from shader_cases import KERNELS, OPTION_KERNELS, Case, Launch, staged
 from simulator import SHADERS, Simulator, SimulatorError
@@ -41,6 +41,8 @@ def extension_warnings(source: str, name: str, clang: list[str]) -> list[str]:
 LAUNCHES = {
     **{kernel: staged(Case(), kernel) for kernel in [*KERNELS, *OPTION_KERNELS]},
     **{f"register {kernel}": fitting(kernel, Case()).launch() for kernel in REGISTER_KERNELS},
+    "merge chunks": merge_launch("float32"),
+    "lane map probe": probe_launch(),
 }
 
 

@@ -16,6 +16,7 @@ from register_cases import (
     Register,
     fitting,
     is_register_file,
+    probe_launch,
     run_register,
 )
 from shader_cases import SLOTS, Case, compile_launch, make_tensors
@@ -54,11 +55,11 @@ def registers() -> list[Register]:
 
 def probe_reports(simulator: Simulator, folder: Path) -> list[str]:
     """Of the kernel that tells the host its lane map."""
-    line = 'FLASHATTN_INSTANTIATE("probe", lane_map_probe, float)'
-    library = simulator.compile_file(folder / "lane_map_probe.metal", append=line)
+    launch = probe_launch()
+    kernel = compile_launch(simulator, launch, folder).kernel(launch.kernel, {})
     positions = np.zeros(64, np.uint32)
     buffers = [positions if name == "out" else None for name in SLOTS]
-    run = library.kernel("probe", {})((1, 1, 1), (32, 1, 1), buffers)
+    run = kernel((1, 1, 1), (launch.threads, 1, 1), buffers)
     assert run.reports or sorted(positions) == list(range(64))
     return run.reports
 

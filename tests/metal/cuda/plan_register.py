@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cost_model"))
 
 from costed import REGISTER
-from register_cases import FEW_ROWS, FRAGMENTS, Register, is_register_file
+from register_cases import Register, is_register_file, merge_launch
 from shader_cases import KEY_SIDE
 from units import BARRIER, IDS, NEUTRAL, RAGGED, SHADERS, Unit
 
@@ -114,10 +114,7 @@ def kernel_units(kernel: str) -> list[Unit]:
 def split_units() -> list[Unit]:
     """Forward over chunks of keys; what merges them has no rows of its own in plan.inc."""
     merge = Unit("base_merge_chunks", "merge_chunks", [])
-    merge.lines = [
-        f'FLASHATTN_INSTANTIATE("merge_chunks_{dtype}", merge_chunks, {storage}, {FEW_ROWS})'
-        for dtype, (storage, _) in FRAGMENTS.items()
-    ]
+    merge.lines = [merge_launch(d, f"merge_chunks_{d}").instantiation for d in STORAGE_KINDS]
     registers = [replace(small("forward", d), simdgroups=n) for d in STORAGE_KINDS for n in (1, 4)]
     return [merge, make_unit("base_split", registers, SELECTS | SPLIT)]
 
