@@ -45,17 +45,18 @@ BOOST_AUTO_TEST_SUITE(metal_decode)
 BOOST_AUTO_TEST_CASE(golden) {
   const Call call =
       make_call({3, 8, 2, 2, 777, 64, 32}, DType::kFloat16, {.causal = fa::Causal::kBottomRight});
-  BOOST_TEST(to_string(forward_of(call, kApple)) ==
-             "command_buffer 0: register_forward_float16_d64_v32_r32_c32_s4_apple+vectors+split "
-             "threadgroups 0+24 x 128 threads, 8208 B: query,key,value,row_intervals -> "
-             "out,lse,status,partial_out,partial_state, 4 chunks of 256 keys\n"
-             "command_buffer 0: merge_chunks_float16_r8 threadgroups 0+24 x 256 threads, 0 B: "
-             "partial_out,partial_state -> out,lse\n"
-             "rows of 0: [i-1073741824, i+776) below 777\n"
-             "rows of 1: [i-1073741824, i+776) below 777\n"
-             "rows of 2: [i-1073741824, i+776) below 777\n"
-             "partial_out 24576 B\n"
-             "partial_state 1536 B\n");
+  BOOST_TEST(
+      to_string(forward_of(call, kApple)) ==
+      "command_buffer 0: register_forward_float16_d64_v32_r32_c32_s4_apple+vectors+exact+split "
+      "threadgroups 0+24 x 128 threads, 8208 B: query,key,value,row_intervals -> "
+      "out,lse,status,partial_out,partial_state, 4 chunks of 256 keys\n"
+      "command_buffer 0: merge_chunks_float16_r8 threadgroups 0+24 x 256 threads, 0 B: "
+      "partial_out,partial_state -> out,lse\n"
+      "rows of 0: [i-1073741824, i+776) below 777\n"
+      "rows of 1: [i-1073741824, i+776) below 777\n"
+      "rows of 2: [i-1073741824, i+776) below 777\n"
+      "partial_out 24576 B\n"
+      "partial_state 1536 B\n");
 }
 
 BOOST_AUTO_TEST_CASE(only_few_rows_of_many_keys_are_split) {
@@ -64,6 +65,20 @@ BOOST_AUTO_TEST_CASE(only_few_rows_of_many_keys_are_split) {
   BOOST_TEST(!splits(1, metal::kChunkKeys, kApple));
   BOOST_TEST(!splits(metal::kFewRows + 1, 5000, kApple));
   BOOST_TEST(!splits(1, 5000, kM1));  // the staged kernels have no such path
+  metal::DeviceFacts small = kApple;
+  small.max_buffer_length = 2 * 2 * 20 * 64 * 4;  // parts of 20 chunks of two rows
+  BOOST_TEST(splits(2, 20 * metal::kChunkKeys, small));
+  BOOST_TEST(!splits(2, 20 * metal::kChunkKeys + 1, small));
+}
+
+// Keys past the longest entry's length are nobody's chunk.
+BOOST_AUTO_TEST_CASE(chunks_follow_the_longest_entry) {
+  Call call = make_call({2, 2, 2, 1, 5000, 64, 64}, DType::kFloat32, {});
+  call.visibility.at(0).key_limit = 700;
+  call.visibility.at(1).key_limit = 513;
+  BOOST_TEST(forward_of(call, kApple).dispatches.front().params.chunks == 3U);
+  call.visibility.at(0).key_limit = call.visibility.at(1).key_limit = 256;
+  BOOST_TEST(!forward_of(call, kApple).dispatches.front().key.registers.split);
 }
 
 // A chunk is whole blocks of every kernel, so that its blocks are those of a call that is not

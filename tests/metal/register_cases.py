@@ -202,9 +202,9 @@ def probe_launch(factor: str = "float") -> Launch:
         kernel="probe",
         shader="lane_map_probe",
         instantiation=f'FLASHATTN_INSTANTIATE("probe", lane_map_probe, {factor})',
-        block_rows=1,
+        block_rows=2,
         block_columns=0,
-        threads=32,
+        threads=64,
     )
 
 

@@ -68,7 +68,7 @@ void forget_lane_maps() { ++generation; }
 
 // Throws DeviceError where the device cannot even do this.
 LanePositions LaneMaps::probe(DType dtype) const {
-  const KernelKey key{.kind = KernelKind::kLaneMapProbe, .dtype = dtype, .block_rows = 1};
+  const KernelKey key{.kind = KernelKind::kLaneMapProbe, .dtype = dtype, .block_rows = 2};
   Schedule schedule;
   schedule.dispatches.push_back(
       {.key = key, .threadgroups = 1, .threads_per_threadgroup = threads_per_threadgroup(key)});

@@ -1,6 +1,6 @@
 // How the GPU's lanes hold 8x8 matrices: asked of the GPU once per process and type, by a kernel of
-// one simdgroup. Register kernels depend on it and check it again; one that finds another map says
-// so, and a weaker choice is made from then on.
+// one threadgroup. Register kernels depend on it and check it again; one that finds another map
+// says so, and a weaker choice is made from then on.
 #pragma once
 
 #include <array>

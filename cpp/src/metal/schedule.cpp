@@ -157,10 +157,13 @@ void add_pass(const CallPasses& call, const ProductPass& pass, bool slope_gradie
 
 // Forward for entries of few rows and many keys: chunks of keys side by side, then their merging.
 // Returns whether entries are left for the kernel that takes all keys of a row.
-bool add_split(const CallPasses& call, const AttentionInputs& in, ScheduleBuilder* builder) {
+bool add_split(const CallPasses& call, const AttentionInputs& in,
+               const std::vector<Visibility>& visibility, ScheduleBuilder* builder) {
   const AttentionProblem& problem = call.problem;
+  std::int64_t keys = 0;  // of the longest entry: a cache may be far longer
+  for (const Visibility& entry : visibility) keys = std::max(keys, entry.key_limit);
   // A chunk alone has the bits of a call that is not split, so only longer ones are.
-  const std::int64_t chunks = blocks_of(problem.seqlen_k, kChunkKeys);
+  const std::int64_t chunks = blocks_of(keys, kChunkKeys);
   if (chunks < 2) return true;
   std::int64_t few = 0;  // rows of the tallest entry that is split
   bool others = false;
@@ -170,11 +173,14 @@ bool add_split(const CallPasses& call, const AttentionInputs& in, ScheduleBuilde
   }
   const std::optional<KernelKey> key = call.split_key();
   if (few == 0 || !key) return true;
-  builder->set_split(few, kChunkKeys, chunks);
-  const std::int64_t rows = problem.batch * problem.query_heads * few * chunks;
+  const std::int64_t parts = problem.batch * problem.query_heads * few * chunks;
   constexpr std::int64_t kFloat = sizeof(float);
-  builder->add_scratch(abi::kBufferPartialOut, rows * problem.value_dim * kFloat);
-  builder->add_scratch(abi::kBufferPartialState, rows * 2 * kFloat);
+  const std::int64_t part_bytes = parts * std::max<std::int64_t>(problem.value_dim, 2) * kFloat;
+  const std::int64_t most = call.facts.max_buffer_length;
+  if (most != 0 && part_bytes > most) return true;  // 0: not known
+  builder->set_split(few, kChunkKeys, chunks);
+  builder->add_scratch(abi::kBufferPartialOut, parts * problem.value_dim * kFloat);
+  builder->add_scratch(abi::kBufferPartialState, parts * 2 * kFloat);
   const std::int64_t groups =
       blocks_of(problem.heads_per_kv(), static_cast<int>(key->registers.simdgroups));
   builder->add(*key, chunks * problem.batch * problem.kv_heads * groups,
@@ -259,7 +265,7 @@ Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors&
                       {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}));
   builder.add_visibility(visibility, problem.alibi);
   builder.add_entries(problem, in);
-  if (add_split(call, in, &builder)) {
+  if (add_split(call, in, visibility, &builder)) {
     add_pass(call, {KernelKind::kForward, 1, 1}, false, &builder);
   }
   return builder.take();
