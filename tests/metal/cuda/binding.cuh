@@ -183,9 +183,7 @@ constexpr float kSink = 0.5f;
 class Binding {
  public:
   Binding(const Entry& entry, const Problem& p, const Reference& r)
-      : storage_(entry.storage),
-        params_(register_params(entry, p)),
-        modifiers_(make_modifiers(p)) {
+      : storage_(entry.storage), params_(register_params(entry, p)), modifiers_(make_modifiers(p)) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     const auto nans = [&](std::size_t count) { return std::vector<float>(count, nan); };
     const auto before = [&](std::size_t count) {

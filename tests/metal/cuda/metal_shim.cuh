@@ -325,30 +325,30 @@ METAL_CUDA_DEVICE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgrou
 using metal::as_type;
 
 // Inside a unit's namespace these hide CUDA's own vector types and functions.
-#define METAL_CUDA_TYPES                 \
-  using half = __half;                   \
-  using bfloat = __nv_bfloat16;          \
-  using float2 = vec<float, 2>;          \
-  using float4 = vec<float, 4>;          \
-  using half4 = vec<half, 4>;            \
-  using ushort4 = vec<ushort, 4>;        \
-  using uint2 = vec<uint, 2>;            \
-  using uint4 = vec<uint, 4>;            \
-  using ulong2 = vec<ulong, 2>;          \
-  using packed_float4 = packed4<float>;  \
-  using packed_half4 = packed4<half>;    \
+#define METAL_CUDA_TYPES                  \
+  using half = __half;                    \
+  using bfloat = __nv_bfloat16;           \
+  using float2 = vec<float, 2>;           \
+  using float4 = vec<float, 4>;           \
+  using half4 = vec<half, 4>;             \
+  using ushort4 = vec<ushort, 4>;         \
+  using uint2 = vec<uint, 2>;             \
+  using uint4 = vec<uint, 4>;             \
+  using ulong2 = vec<ulong, 2>;           \
+  using packed_float4 = packed4<float>;   \
+  using packed_half4 = packed4<half>;     \
   using packed_ushort4 = packed4<ushort>; \
-  using metal::abs;                      \
-  using metal::clamp;                    \
-  using metal::exp;                      \
-  using metal::exp2;                     \
-  using metal::fabs;                     \
-  using metal::fma;                      \
-  using metal::isfinite;                 \
-  using metal::isnan;                    \
-  using metal::log;                      \
-  using metal::log2;                     \
-  using metal::max;                      \
-  using metal::min;                      \
-  using metal::sqrt;                     \
+  using metal::abs;                       \
+  using metal::clamp;                     \
+  using metal::exp;                       \
+  using metal::exp2;                      \
+  using metal::fabs;                      \
+  using metal::fma;                       \
+  using metal::isfinite;                  \
+  using metal::isnan;                     \
+  using metal::log;                       \
+  using metal::log2;                      \
+  using metal::max;                       \
+  using metal::min;                       \
+  using metal::sqrt;                      \
   using metal::tanh;

@@ -36,7 +36,7 @@ timeout -k 5 240 ./check long > "$logs/long.txt" 2>&1 &
 declare -A tools=([memcheck]="--padding 64 --leak-check full" [racecheck]="--racecheck-report all"
                   [synccheck]="" [initcheck]="")
 for tool in "${!tools[@]}"; do
-  ( timeout -k 5 240 $sanitizer --tool "$tool" ${tools[$tool]} ./check small > "$logs/$tool.txt" 2>&1
+  ( timeout -k 5 400 $sanitizer --tool "$tool" ${tools[$tool]} ./check small > "$logs/$tool.txt" 2>&1
     echo "rc $?" >> "$logs/$tool.txt" ) &
 done
 wait
