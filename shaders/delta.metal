@@ -32,6 +32,14 @@ template <typename T, uint rows>
            to_float(dout_row[FLASHATTN_INT64(d) * params.dout.dim]);
   }
   sum = simdgroup_total(sum);
+  if (!is_finite_bits(sum)) {
+    // A row that sees nothing has an out of 0 and no dout . out, whatever dout holds there.
+    bool has_out = false;
+    for (uint d = lane; d < params.value_dim; d += kSimdWidth) {
+      has_out = has_out || to_float(out_row[FLASHATTN_INT64(d) * params.out.dim]) != 0.0f;
+    }
+    if (!simd_any(has_out)) sum = 0.0f;
+  }
   if (has_dlse) sum -= dlse[query_index(params.dlse, entry, h, i)];
   if (lane == 0) delta[table_index(params, entry, h) + i] = sum;
 }

@@ -121,7 +121,8 @@ template <typename T, uint head_tile, uint value_tile, uint block_q, uint block_
   const RowInterval interval = row_intervals[b];
   const uint row = first_row + simdgroup * kFragment + at.row;
   const Range keys = keys_of_row(interval, entry.seqlen_q, row);
-  const HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
+  HeadModifiers head = head_modifiers(modifiers, mask, alibi_slopes, row_shifts, b, h);
+  if (has_mask) head.mask_first += FLASHATTN_INT64(entry.key_row) * head.mask_key;
   const Range block_keys = keys_of_rows(interval, entry.seqlen_q, first_row, block_q);
 
   simdgroup_float8x8 Q[head_tile / kFragment];

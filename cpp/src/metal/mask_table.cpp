@@ -13,7 +13,8 @@ std::vector<TileVisibility> mask_table(const AttentionProblem& problem, const Te
   MaskTiles tiles = mask_tiles_of(problem, mask);
   std::vector<TileVisibility> table(static_cast<std::size_t>(tiles.bytes()),
                                     TileVisibility::kMixed);
-  if (scores.data == nullptr) return table;
+  // Behind left padding an entry's tiles of keys lie across the mask's.
+  if (scores.data == nullptr || problem.kv_starts) return table;
   tiles.data = table.data();
   for (std::int64_t strip = 0; strip < tiles.strips(); ++strip) {
     classify_mask_tiles(scores, tiles, strip, {0, tiles.seqlen_k});
