@@ -1,11 +1,12 @@
 """The C++ side, built and run as its users and developers do: the test binary and the example.
 
-The first session that needs a build makes it in FLASHATTN_CPP_BUILD_DIR (nox sets it), else in a
-temporary folder. It takes cmake, ninja and the boost-headers wheel, all in the `test` extra, and a
+FLASHATTN_CPP_BUILD_DIR names a finished build (nox sets it); without it one is made in a temporary
+folder. It takes cmake, ninja and the boost-headers wheel, all in the `test` extra, and a
 C++ compiler.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,9 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("cmake", path=PATH) is None or shutil.which("ninja", path=PATH) is None:
         pytest.skip("cmake and ninja are not installed")
     named = os.environ.get("FLASHATTN_CPP_BUILD_DIR")
-    folder = Path(named) if named else tmp_path_factory.mktemp("cpp")
+    if named:
+        return Path(named)
+    folder = tmp_path_factory.mktemp("cpp")
     run(
         *("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja"),
         *("-DCMAKE_BUILD_TYPE=Release", "-DFLASHATTN_BUILD_TESTS=ON"),
@@ -53,10 +56,8 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_cpp_test_binary_passes(build_dir: Path) -> None:
-    output = run(build_dir / "tests" / "cpp" / "flashattn_tests", "--report_level=short")
-    assert "No errors detected" in output or "has passed" in output
     listed = run("ctest", "--test-dir", build_dir, "--output-on-failure")
-    assert "100% tests passed" in listed
+    assert re.search(r"100% tests passed.* out of [1-9]", listed), listed
 
 
 def test_an_installed_package_serves_another_project(build_dir: Path, tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 #include "device/command_buffer.h"
 
 #include <atomic>
-#include <chrono>
 
 #include "device/command_encoder.h"
 #include "device/faults.h"
+#include "device/virtual_clock.h"
 #include "objc/autorelease.h"
 #include "objc/blocks.h"
 #include "objc/register.h"
@@ -15,12 +15,9 @@ namespace simulated {
 
 namespace {
 
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// Runs one dispatch; returns the text of what went wrong, or "".
-std::string run_dispatch(const EncodedDispatch& dispatch) {
+// Runs one dispatch and adds the time that it would take; returns the text of what went wrong, or
+// "".
+std::string run_dispatch(const EncodedDispatch& dispatch, double* seconds) {
   const metal_sim::DispatchRequest request{
       .threadgroups = dispatch.threadgroups,
       .threads_per_threadgroup = dispatch.threads_per_threadgroup,
@@ -30,7 +27,9 @@ std::string run_dispatch(const EncodedDispatch& dispatch) {
   };
   std::string text;
   try {
-    for (const std::string& report : dispatch.pipeline->kernel().dispatch(request).reports) {
+    const metal_sim::DispatchResult result = dispatch.pipeline->kernel().dispatch(request);
+    *seconds += modelled_seconds(result.counters, dispatch.threads_per_threadgroup);
+    for (const std::string& report : result.reports) {
       text += (text.empty() ? "" : "\n") + report;
     }
   } catch (const metal_sim::RequestError& failure) {
@@ -89,17 +88,18 @@ void CommandBuffer::add_completed_handler(const void* block) {
 std::string CommandBuffer::run_dispatches() {
   if (std::string fault = take_planted_fault(); !fault.empty()) return fault;
   for (const EncodedDispatch& dispatch : dispatches_) {
-    if (const std::string text = run_dispatch(dispatch); !text.empty()) {
+    if (const std::string text = run_dispatch(dispatch, &end_seconds_); !text.empty()) {
       return "kernel " + dispatch.pipeline->kernel().name() + ": " + text;
     }
   }
   return {};
 }
 
-void CommandBuffer::run() {
-  start_seconds_ = now_seconds();
+void CommandBuffer::run(double* clock) {
+  start_seconds_ = *clock;
+  end_seconds_ = start_seconds_;
   const std::string failure = run_dispatches();
-  end_seconds_ = now_seconds();
+  *clock = end_seconds_;
   dispatches_.clear();
   {
     const std::lock_guard lock(mutex_);

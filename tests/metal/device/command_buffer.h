@@ -39,7 +39,7 @@ class CommandBuffer : public Object {
   void commit();
   void wait_until_completed();
   void add_completed_handler(const void* block);
-  void run();  // on the queue's thread
+  void run(double* clock);  // on the queue's thread; moves the clock on, in seconds
 
   MTL::CommandBufferStatus status() const;
   Error* error() const;

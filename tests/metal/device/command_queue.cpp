@@ -39,6 +39,7 @@ void CommandQueue::submit(Ref<CommandBuffer> buffer) {
 }
 
 void CommandQueue::work(const std::shared_ptr<State>& state) {
+  double clock = 0;  // seconds that the GPU has worked for this queue, by virtual_clock.h
   for (;;) {
     Ref<CommandBuffer> next;
     {
@@ -49,7 +50,7 @@ void CommandQueue::work(const std::shared_ptr<State>& state) {
       state->waiting.pop_front();
     }
     auto* pool = new AutoreleasePool;
-    next->run();
+    next->run(&clock);
     next = {};
     pool->release();
   }
