@@ -280,9 +280,9 @@ METAL_TOOLS = ("ziglang==0.17.1", "pip")
 SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,random:3/fifo"
 # Tests that know no `target`; the rest of the suite has nothing to do with a backend.
 SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
-SURFACE_TESTS += ("torch", "metal_torch")
-# Forward and backward as such, on every device in every run. Of the other files a run takes one
-# device a test, under the checker, and `simulated_devices` all five.
+SURFACE_TESTS += ("torch", "metal_torch", "tune")
+# Forward and backward as such: besides the checked run on one device a test, as all files have it,
+# they take two more, one with each kind of kernel. `simulated_devices` gives every file all five.
 PLAIN_TESTS = ("forward", "backward", "visibility", "nan", "decode")
 # Under the checker these run the kernels that calls choose, the other files the staged ones:
 # options on register kernels are tests/metal's to check, and the random problems'.
@@ -324,7 +324,7 @@ def simulated(session: nox.Session) -> None:
 
 @nox.session
 def simulated_devices(session: nox.Session) -> None:
-    """As simulated, every behaviour test on all five devices: takes twice as long."""
+    """As simulated, and every behaviour test on all five devices with both kinds of kernels: hours."""
     run_simulated(session)
 
 
@@ -370,11 +370,12 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
     session.run(*pytest, *staged, env=environment | checked | STAGED)
     plain = [f"tests/test_{name}.py" for name in PLAIN_TESTS]
     others = environment | devices | unchecked
-    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "1,2"})
-    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "3,4"} | STAGED)
+    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "1"})
+    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "2"} | STAGED)
     if session.name == "simulated_devices":
-        rest = sorted(set(behaviour) - {str(ROOT / path) for path in plain})
-        session.run(*pytest, *rest, env=others | {"FLASHATTN_TEST_ROTATE": "1,2,3,4"})
+        every = others | {"FLASHATTN_TEST_ROTATE": "0,1,2,3,4"}
+        session.run(*pytest, *behaviour, env=every)
+        session.run(*pytest, *behaviour, env=every | STAGED)
     # 250 random problems a property and 300 of the whole option space, on one more device.
     many = {"FLASHATTN_HYPOTHESIS": "simulated", "FLASHATTN_TEST_SIMULATED": "random:4/random"}
     problems = [f"tests/{name}.py" for name in RANDOM_TESTS]

@@ -27,6 +27,7 @@ function(flashattn_add_metal target)
   set(directory "${PROJECT_SOURCE_DIR}/cpp/src/metal")
   target_sources(${target} PRIVATE
     "${directory}/buffer_pool.cpp"
+    "${directory}/cache_files.cpp"
     "${directory}/call_buffers.cpp"
     "${directory}/device.cpp"
     "${directory}/encode.cpp"
@@ -39,6 +40,7 @@ function(flashattn_add_metal target)
     "${directory}/shader_source.cpp"
     "${directory}/shared_memory.cpp"
     "${directory}/strided_copy.cpp"
+    "${directory}/stored_tuning.cpp"
     "${embedded}")
   target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:metal_cpp>)
   # metal-cpp's own code is not ours to warn about.

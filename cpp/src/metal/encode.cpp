@@ -1,6 +1,7 @@
 // Encoding dispatches and waiting; see encode.h.
 #include "metal/encode.h"
 
+#include <atomic>
 #include <cassert>
 #include <string>
 #include <vector>
@@ -11,6 +12,8 @@
 namespace flashattn::metal {
 
 namespace {
+
+std::atomic<double> seconds_of_gpu{0};
 
 // A pipeline per dispatch, compiled before anything runs.
 using Pipelines = std::vector<NS::SharedPtr<MTL::ComputePipelineState>>;
@@ -87,6 +90,8 @@ std::string failure_text(const Committed& failed, const Schedule& schedule) {
 
 }  // namespace
 
+double gpu_seconds() { return seconds_of_gpu.load(); }
+
 void run_schedule(const Device& device, PipelineCache& cache, const Schedule& schedule,
                   const SlotTable& slots) {
   const AutoreleaseScope scope;
@@ -109,6 +114,7 @@ void run_schedule(const Device& device, PipelineCache& cache, const Schedule& sc
   }
   for (const Committed& one : in_flight.all()) {
     one.commands->waitUntilCompleted();
+    seconds_of_gpu += one.commands->GPUEndTime() - one.commands->GPUStartTime();
     const bool completed = one.commands->status() == MTL::CommandBufferStatusCompleted;
     if (!completed && failure.empty()) failure = failure_text(one, schedule);
   }

@@ -21,4 +21,7 @@ using SlotTable = std::array<BoundBuffer, abi::kBufferCount>;
 void run_schedule(const Device& device, PipelineCache& pipelines, const Schedule& schedule,
                   const SlotTable& slots);
 
+// How long the GPU has worked for this process by its own clock, in seconds.
+double gpu_seconds();
+
 }  // namespace flashattn::metal

@@ -9,6 +9,7 @@
 
 #include "core/make_visibility.h"
 #include "core/registry.h"
+#include "metal/cache_files.h"
 #include "metal/call_buffers.h"
 #include "metal/device.h"
 #include "metal/encode.h"
@@ -18,6 +19,7 @@
 #include "metal/pipeline_cache.h"
 #include "metal/schedule.h"
 #include "metal/schedule_tensors.h"
+#include "metal/stored_tuning.h"
 #include "metal/strided_copy.h"
 
 namespace flashattn {
@@ -34,12 +36,21 @@ struct Session {
       : device(std::move(found)),
         pipelines(device.handle(), archive_path(device.facts().name, device.os_build())),
         pool(device.handle(), kIdlePoolBytes),
-        lane_maps(&device, &pipelines, &pool) {}
+        lane_maps(&device, &pipelines, &pool),
+        tuning(cache_file("tuning", device.facts().name, device.os_build(), "txt")) {}
+
+  // What calls are scheduled with.
+  DeviceFacts facts() {
+    DeviceFacts facts = lane_maps.facts();
+    facts.tuning = tuning.table();
+    return facts;
+  }
 
   Device device;
   PipelineCache pipelines;
   BufferPool pool;
   LaneMaps lane_maps;
+  TuningStore tuning;
 };
 
 bool is_empty(const AttentionProblem& problem) {
@@ -127,7 +138,7 @@ void run_call(Session* here, const AttentionProblem& problem, const TensorView& 
               CallBuffers* buffers, SlotTable* slots, Build&& build) {
   bool selects = false;
   for (;;) {
-    const DeviceFacts facts = here->lane_maps.facts();
+    const DeviceFacts facts = here->facts();
     const Schedule schedule = build(facts, selects);
     bind_tables(schedule, problem, mask, buffers, slots);
     // A kernel of the key side names both gradients, also where only one is wanted and written.
@@ -178,9 +189,10 @@ class MetalBackend : public Backend {
   void backward(const AttentionProblem& problem, const BackwardTensors& tensors) override;
   CopyStats copy_stats(bool reset) override;
 
- private:
   // Null on a machine without a GPU.
   Session* session() const;
+
+ private:
   CallBuffers call_buffers(Session* session) {
     return {session->device.handle(), &session->pool, &counters_};
   }
@@ -201,12 +213,14 @@ Session* MetalBackend::session() const {
 }
 
 std::string MetalBackend::device() const {
-  Session* found = session();
+  Session* const found = session();
   if (found == nullptr) return "none";
   const DeviceFacts& facts = found->device.facts();
   return facts.name + ", Apple GPU family " + std::to_string(facts.apple_family) +
          (kSimulated ? " (simulated)" : "") +
-         (found->device.usable().ok ? ", " + found->lane_maps.describe() : "");
+         (found->device.usable().ok
+              ? ", " + found->lane_maps.describe() + "; sizes " + found->tuning.describe()
+              : "");
 }
 
 Support MetalBackend::available() const {
@@ -292,14 +306,25 @@ CopyStats MetalBackend::copy_stats(bool reset) {
   return {counters_.adopted_bytes.exchange(0), counters_.copied_bytes.exchange(0)};
 }
 
+// Never destroyed: at exit another thread may still be in a call.
+MetalBackend& the_backend() {
+  static MetalBackend* const backend = new MetalBackend;
+  return *backend;
+}
+
 }  // namespace
+
+TuningStore* device_tuning() {
+  Session* const found = the_backend().session();
+  return found == nullptr ? nullptr : &found->tuning;
+}
+
+DeviceFacts device_facts_in_force() { return the_backend().session()->facts(); }
+
+std::vector<PipelineFacts> device_pipelines() { return the_backend().session()->pipelines.facts(); }
 
 }  // namespace metal
 
-Backend& metal_backend() {
-  // Never destroyed: at exit another thread may still be in a call.
-  static Backend* const backend = new metal::MetalBackend;
-  return *backend;
-}
+Backend& metal_backend() { return metal::the_backend(); }
 
 }  // namespace flashattn

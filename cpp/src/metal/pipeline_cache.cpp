@@ -26,18 +26,6 @@ NS::SharedPtr<MTL::Function> specialise(MTL::Library* library, const KernelKey& 
   return function;
 }
 
-// A kernel that needs too many registers gets fewer threads than its geometry takes.
-void check_limits(MTL::ComputePipelineState* state, const KernelKey& key) {
-  const auto threads = static_cast<NS::UInteger>(threads_per_threadgroup(key));
-  if (state->maxTotalThreadsPerThreadgroup() >= threads &&
-      state->threadExecutionWidth() == kSimdWidth)
-    return;
-  throw DeviceError("metal: kernel " + to_string(key) + " needs " + std::to_string(threads) +
-                    " threads in simdgroups of 32, the device gives it " +
-                    std::to_string(state->maxTotalThreadsPerThreadgroup()) + " in simdgroups of " +
-                    std::to_string(state->threadExecutionWidth()));
-}
-
 }  // namespace
 
 NS::SharedPtr<MTL::Library> compile_library(MTL::Device* device, const std::string& source,
@@ -54,6 +42,25 @@ NS::SharedPtr<MTL::Library> compile_library(MTL::Device* device, const std::stri
   const std::string line = quoted_line(log);
   throw DeviceError("metal: kernel " + what + " does not compile: " + log +
                     (line.empty() ? "" : "\nsource line: " + line));
+}
+
+std::vector<PipelineFacts> PipelineCache::facts() const {
+  const std::lock_guard lock(facts_mutex_);
+  return facts_;
+}
+
+// A kernel that needs too many registers gets fewer threads than its geometry takes.
+void PipelineCache::check_limits(MTL::ComputePipelineState* state, const KernelKey& key) {
+  const int threads = threads_per_threadgroup(key);
+  const auto most = static_cast<int>(state->maxTotalThreadsPerThreadgroup());
+  {
+    const std::lock_guard lock(facts_mutex_);
+    facts_.push_back({.kernel = to_string(key), .threads = threads, .most_threads = most});
+  }
+  if (most >= threads && state->threadExecutionWidth() == kSimdWidth) return;
+  throw DeviceError("metal: kernel " + to_string(key) + " needs " + std::to_string(threads) +
+                    " threads in simdgroups of 32, the device gives it " + std::to_string(most) +
+                    " in simdgroups of " + std::to_string(state->threadExecutionWidth()));
 }
 
 NS::SharedPtr<MTL::Library> PipelineCache::library(const KernelKey& key) {

@@ -4,13 +4,23 @@
 
 #include <Metal/Metal.hpp>
 #include <atomic>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "metal/kernel_key.h"
 #include "metal/once_map.h"
 #include "metal/pipeline_archive.h"
 
 namespace flashattn::metal {
+
+// What the device says of a compiled kernel. It allows fewer threads to one that needs many
+// registers.
+struct PipelineFacts {
+  std::string kernel;
+  int threads = 0;  // that the kernel is run with
+  int most_threads = 0;
+};
 
 class PipelineCache {
  public:
@@ -24,9 +34,13 @@ class PipelineCache {
   int compiled() const { return compiled_.load(); }
   int from_archive() const { return from_archive_.load(); }
 
+  // Of every pipeline so far, also of those that were refused.
+  std::vector<PipelineFacts> facts() const;
+
  private:
   NS::SharedPtr<MTL::ComputePipelineState> make(const KernelKey& key);
   NS::SharedPtr<MTL::Library> library(const KernelKey& key);
+  void check_limits(MTL::ComputePipelineState* state, const KernelKey& key);
 
   MTL::Device* device_;
   PipelineArchive archive_;
@@ -34,6 +48,8 @@ class PipelineCache {
   OnceMap<NS::SharedPtr<MTL::ComputePipelineState>> pipelines_;  // by to_string(key)
   std::atomic<int> compiled_{0};
   std::atomic<int> from_archive_{0};
+  mutable std::mutex facts_mutex_;
+  std::vector<PipelineFacts> facts_;
 };
 
 // Compiles one source; `what` names it in the error.

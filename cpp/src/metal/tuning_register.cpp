@@ -1,42 +1,14 @@
-// Which register kernel a product runs with; see tuning.h. Every row is the cost model's choice
-// (docs/metal-performance.md), not a measurement.
+// Which register kernel a product runs with; see tuning.h. Its sizes are tuning_table.h's choice.
 #include <algorithm>
 
 #include "metal/tuning.h"
+#include "metal/tuning_table.h"
 
 namespace flashattn::metal {
 
 namespace {
 
 constexpr int kFragment = abi::kFragment;
-
-struct Shape {
-  int columns;
-  int row_fragments;
-  int simdgroups;
-  bool held;
-  bool value_held;
-};
-
-// wide: a tile above 64; half: factors of 16 bits; apple: Apple's lane map.
-Shape choose_shape(KernelKind kind, bool wide, bool half, bool apple) {
-  switch (kind) {
-    case KernelKind::kForward:
-      if (!wide) return apple ? Shape{32, 2, 4, true, true} : Shape{32, 1, 8, true, true};
-      if (half) return {32, 1, 8, true, true};
-      return apple ? Shape{16, 2, 8, false, true} : Shape{16, 1, 8, true, true};
-    case KernelKind::kBackwardDq:
-      if (!wide && !half && apple) return {32, 2, 4, false, false};
-      if (!wide || half) return {32, 1, 8, true, true};
-      return {16, 1, 8, true, false};
-    case KernelKind::kBackwardDk:
-      return {16, 1, 8, true, half};
-    case KernelKind::kBackwardDv:
-      return {half ? 32 : 16, 1, 8, true, false};
-    default:
-      return {16, 1, 4, true, true};
-  }
-}
 
 // The key with its rows, if the device has the memory and the threads.
 std::optional<KernelKey> fitting(KernelKey key, const DeviceFacts& facts) {
@@ -54,18 +26,19 @@ bool fuses_dkv(int head_tile, int value_tile) { return std::max(head_tile, value
 
 std::optional<KernelKey> choose_register(KernelKey key, std::int64_t rows,
                                          const DeviceFacts& facts) {
-  const bool half = key.dtype == DType::kFloat16;
   const LaneMap map = facts.map_of(key.dtype);
   const int tile = std::max(key.head_tile, key.value_tile);
   if (map == LaneMap::kUnknown || tile > kMaxRegisterTile) return std::nullopt;
   // The fused kernel needs more registers with Apple's map written out than with the map it learns.
   const bool apple = map == LaneMap::kApple && key.kind != KernelKind::kBackwardDkv;
-  const Shape shape = choose_shape(key.kind, tile > 64, half, apple);
-  key.block_columns = shape.columns;
-  key.registers = {.row_fragments = shape.row_fragments,
-                   .simdgroups = shape.simdgroups,
-                   .held = shape.held,
-                   .value_held = shape.value_held,
+  const TuningSlot slot{.kind = key.kind, .dtype = key.dtype, .wide = tile > 64, .apple = apple};
+  const TuningChoice shape = facts.tuning ? facts.tuning->choice(slot) : shipped_choice(slot);
+  if (!shape) return std::nullopt;
+  key.block_columns = shape->columns;
+  key.registers = {.row_fragments = shape->row_fragments,
+                   .simdgroups = shape->simdgroups,
+                   .held = shape->held,
+                   .value_held = shape->value_held,
                    .apple_map = apple,
                    .full_rows = true};
   // Few rows: no threads for rows that do not exist. Neither changes a row's bits.

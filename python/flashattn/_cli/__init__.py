@@ -1,4 +1,4 @@
-"""The command line: `python -m flashattn info | demo | check | bench`, each with `--json`.
+"""The command line: `python -m flashattn info | demo | check | bench | tune`, each with `--json`.
 
 Each command is a module with `add_arguments(parser)`, `run(arguments)` giving plain values, and
 `lines(result)` giving their text. With --json the plain values are printed as one JSON object and
@@ -11,12 +11,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from flashattn._cli import bench, check, demo, info
+from flashattn._cli import bench, check, demo, info, tune
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = {"info": info, "demo": demo, "check": check, "bench": bench}
+_COMMANDS = {"info": info, "demo": demo, "check": check, "bench": bench, "tune": tune}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

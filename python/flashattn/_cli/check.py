@@ -1,27 +1,33 @@
 """Numerics of every backend and instruction set on this machine, against float64: right or wrong.
 
 Each runs in a process of its own, so that an instruction set that the processor refuses is a line
-of the report and not the end of it. The exit status is 1 when anything is wrong.
+of the report and not the end of it. On a GPU each kind of kernel is run, and each candidate of
+`tune`. The exit status is 1 when anything is wrong.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
 from flashattn import _core
 from flashattn._cli.child import run_child
 from flashattn._cli.progress import progress
 from flashattn._machine import backends, config, config_lines
 
-if TYPE_CHECKING:
-    import argparse
-
 # The reference's products are too small for more: waking threads costs more than they do.
 _ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_METAL_KERNELS = ("register", "any", "staged")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No arguments of its own."""
+    """What to check besides the numbers of every backend and instruction set."""
+    parser.add_argument(
+        "--candidates",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="every kernel that tune may choose; without the option on a real GPU alone",
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -30,7 +36,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for info in backends():
         if info.available:
             isas = _core.supported_isas() if info.name == "cpu" else [None]
-            targets += [{"backend": info.name, "isa": isa} for isa in isas]
+            kernels = _METAL_KERNELS if info.name == "metal" else (None,)
+            targets += [
+                {"backend": info.name, "isa": isa, "kernels": kind}
+                for isa in isas
+                for kind in kernels
+            ]
+            wanted = arguments.candidates
+            if info.name == "metal" and (info.default if wanted is None else wanted):
+                targets += _candidates()
     ways = [_judge(target) for target in progress(targets, "check")]
     return {
         "right": bool(ways) and all(way["right"] for way in ways),
@@ -39,8 +53,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _candidates() -> list[dict[str, Any]]:
+    """A target for each slot of the tuning table."""
+    return [
+        {"backend": "metal", "isa": None, "slot": slot, "choices": choices}
+        for slot, _, choices in _core.metal_tuning_slots()
+    ]
+
+
 def _judge(target: dict[str, Any]) -> dict[str, Any]:
-    answer = run_child("flashattn._cli.numerics", target, _ONE_BLAS_THREAD)
+    if "slot" in target:
+        answer = run_child("flashattn._cli.tune_candidate", target, _ONE_BLAS_THREAD)
+        wrong = {"error": answer["error"]} if "error" in answer else answer["wrong"]
+        return {**target, **answer, "right": not wrong, "wrong": wrong}
+    environment = dict(_ONE_BLAS_THREAD)
+    if target["kernels"]:
+        environment["FLASHATTN_METAL_KERNELS"] = target["kernels"]
+    answer = run_child("flashattn._cli.numerics", target, environment)
     if "error" in answer:
         return {**target, "right": False, "error": answer["error"], "checked": 0, "wrong": []}
     records = answer["records"]
@@ -53,6 +82,7 @@ def _judge(target: dict[str, Any]) -> dict[str, Any]:
         "worst_share": max(shares, default=0.0),
         "wrong": wrong,
         "skipped": answer["skipped"],
+        "pipelines": answer["pipelines"],
     }
 
 
@@ -60,7 +90,11 @@ def lines(result: dict[str, Any]) -> list[str]:
     """A line for each way, the wrong results, and the facts for a bug report."""
     text = []
     for way in result["ways"]:
-        name = f"{way['backend']} {way['isa'] or ''}".strip()
+        if "slot" in way:
+            verdict = "right" if way["right"] else f"WRONG: {way['wrong']}"
+            text.append(f"{way['slot']:<28} {len(way['choices'])} candidates {verdict}")
+            continue
+        name = f"{way['backend']} {way['isa'] or way['kernels'] or ''}".strip()
         if "error" in way:
             text.append(f"{name:<20} WRONG: did not finish: {way['error']}")
             continue
@@ -70,6 +104,11 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{way['worst_share']:.0%} of what is allowed"
         )
         text += [f"  not checked: {reason}" for reason in way["skipped"]]
+        text += [
+            f"  {kernel}: {most} threads allowed, {threads} needed"
+            for kernel, threads, most in way["pipelines"]
+            if most < 2 * threads
+        ]
         text += [
             f"  {r['dtype']} {r['case']}: {r['result']} error {r['error']} > {r['allowed']:.3g}"
             for r in way["wrong"]

@@ -16,17 +16,27 @@ from typing import Any
 
 
 def run_child(
-    module: str, request: dict[str, Any], environment: dict[str, str] | None = None
+    module: str,
+    request: dict[str, Any],
+    environment: dict[str, str] | None = None,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
-    """`work(request)` of a module, in a new process. A crash gives {"error": text}."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "flashattn._cli.child", module],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(environment or {})},
-        check=False,
-    )
+    """`work(request)` of a module, in a new process.
+
+    A crash, or one that takes longer than `seconds`, gives {"error": text}.
+    """
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-m", "flashattn._cli.child", module],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            env={**os.environ, **(environment or {})},
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it did not end within {seconds:g} seconds"}
     last = finished.stdout.rstrip().rpartition("\n")[2]
     if finished.returncode == 0 and last.startswith("{"):
         result: dict[str, Any] = json.loads(last)

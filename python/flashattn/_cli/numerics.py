@@ -43,7 +43,7 @@ def _strided(array: Any) -> Any:
 
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
-    """{"records": [{"case", "dtype", "result", "error", "allowed"}], "isa", "skipped"}."""
+    """Records of every case and dtype with {"case", "dtype", "result", "error", "allowed"}."""
     from flashattn import _core
 
     if request["isa"]:
@@ -59,7 +59,13 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
                 {"case": case, "dtype": name, **record}
                 for record in _case_records(case, dtype, request["backend"])
             ]
-    return {"records": records, "isa": _core.active_isa(), "skipped": skipped}
+    pipelines = _core.metal_pipelines() if hasattr(_core, "metal_pipelines") else []
+    return {
+        "records": records,
+        "isa": _core.active_isa(),
+        "skipped": skipped,
+        "pipelines": pipelines,
+    }
 
 
 def _case_records(case: str, dtype: Any, backend: str) -> list[dict[str, Any]]:
