@@ -9,6 +9,7 @@ and few rows with their keys in chunks are plan_register.py's.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -137,9 +138,10 @@ def entry(unit: Unit, instance: tuple[str, int, int]) -> str:
 
 
 def write_unit(unit: Unit, folder: Path) -> None:
-    include = folder / "changed" / unit.name
-    if unit.files:
-        include.mkdir(parents=True, exist_ok=True)
+    include = SHADERS
+    if unit.files:  # a whole folder: headers find each other beside themselves
+        include = folder / "changed" / unit.name
+        shutil.copytree(SHADERS, include, dirs_exist_ok=True)
         for name, text in unit.files.items():
             (include / name).write_text(text)
     file = f"{unit.shader}.metal"
@@ -147,9 +149,8 @@ def write_unit(unit: Unit, folder: Path) -> None:
     own = [instantiation(unit.shader, instance) for instance in unit.instances]
     lines = "\n".join([*own, *unit.lines])
     settings = {"METAL_CUDA_MAP": str(unit.map), "METAL_CUDA_CONSTANTS": str(unit.constants)}
-    includes = [*([str(include)] if unit.files else []), str(SHADERS)]
     program = f'{source}\n#line 1 "instantiations"\n{lines}\n'
-    text = translate(program, file, includes, unit.name, settings)
+    text = translate(program, file, [str(include)], unit.name, settings)
     (folder / f"{unit.name}.cu").write_text(text)
 
 
