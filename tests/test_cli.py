@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -282,7 +283,7 @@ def test_a_child_that_dies_is_an_error_and_not_an_end() -> None:
 
 def test_a_crash_is_reported_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "run_child", lambda *_: {"error": "exit status -4"})
-    result = check.run(None)  # type: ignore[arg-type]
+    result = check.run(argparse.Namespace(candidates=None))
     assert result["right"] is False
     assert "did not finish: exit status -4" in "\n".join(check.lines(result))
 
