@@ -324,7 +324,7 @@ def simulated(session: nox.Session) -> None:
 
 @nox.session
 def simulated_devices(session: nox.Session) -> None:
-    """As simulated, and every behaviour test on all five devices with both kinds of kernels: hours."""
+    """As simulated, and all behaviour tests on five devices with both kinds of kernels: hours."""
     run_simulated(session)
 
 
