@@ -13,8 +13,8 @@ from typing import Any
 import flashattn as fa
 import numpy as np
 import pytest
-from flashattn import _core
 from flashattn._cli import main, tune, tune_candidate
+from flashattn._cli.metal_core import core
 
 pytestmark = pytest.mark.skipif(
     not any(info.name == "metal" and info.available and not info.default for info in fa.backends()),
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def shipped() -> Any:
     yield
-    _core.metal_use_tuning(None)
+    core.metal_use_tuning(None)
 
 
 def in_new_process(code: str, folder: Path, **environment: str) -> str:
@@ -89,7 +89,7 @@ def test_it_picks_the_cheapest_and_later_processes_use_it(folder: Path) -> None:
 
 
 def slot_names() -> tuple[str, list[str]]:
-    slot, _, names = next(row for row in _core.metal_tuning_slots() if SLOT in row[0])
+    slot, _, names = next(row for row in core.metal_tuning_slots() if SLOT in row[0])
     return slot, names
 
 
@@ -145,7 +145,7 @@ def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_tables_are_refused() -> None:
     with pytest.raises(ValueError, match="no tuning table"):
-        _core.metal_use_tuning("flashattn tuning 1\nforward float32 64 any best\nend\n")
+        core.metal_use_tuning("flashattn tuning 1\nforward float32 64 any best\nend\n")
 
 
 @pytest.mark.parametrize("damage", ["", "flashattn tuning 1\n", "\0\xff" * 100, "writable"])
@@ -211,6 +211,6 @@ def test_results_do_not_depend_on_the_choice() -> None:
     expected, _ = fa.attention_forward(q, k, v, causal=True, backend="cpu")
     slot, names = slot_names()
     for name in names:
-        _core.metal_use_tuning(f"flashattn tuning 1\n{slot} {name}\nend\n")
+        core.metal_use_tuning(f"flashattn tuning 1\n{slot} {name}\nend\n")
         out, _ = fa.attention_forward(q, k, v, causal=True, backend="metal")
         np.testing.assert_allclose(out, expected, atol=2e-6)

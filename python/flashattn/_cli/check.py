@@ -12,6 +12,7 @@ from typing import Any
 
 from flashattn import _core
 from flashattn._cli.child import run_child
+from flashattn._cli.metal_core import core
 from flashattn._cli.progress import progress
 from flashattn._machine import backends, config, config_lines
 
@@ -57,7 +58,7 @@ def _candidates() -> list[dict[str, Any]]:
     """A target for each slot of the tuning table."""
     return [
         {"backend": "metal", "isa": None, "slot": slot, "choices": choices}
-        for slot, _, choices in _core.metal_tuning_slots()
+        for slot, _, choices in core.metal_tuning_slots()
     ]
 
 

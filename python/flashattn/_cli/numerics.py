@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashattn._cli import reference
+from flashattn._cli.metal_core import core
 from flashattn._cli.problems import numpy_dtype, random_arrays
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -59,7 +60,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
                 {"case": case, "dtype": name, **record}
                 for record in _case_records(case, dtype, request["backend"])
             ]
-    pipelines = _core.metal_pipelines() if hasattr(_core, "metal_pipelines") else []
+    pipelines = core.metal_pipelines() if hasattr(core, "metal_pipelines") else []
     return {
         "records": records,
         "isa": _core.active_isa(),

@@ -11,8 +11,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from flashattn import _core
 from flashattn._cli.child import run_child
+from flashattn._cli.metal_core import core
 from flashattn._cli.progress import progress
 from flashattn._machine import backends, config
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     if not any(info.name == "metal" and info.available for info in backends()):
         return {"right": False, "error": "this machine has no usable Metal device", "slots": []}
-    slots = [s for s in _core.metal_tuning_slots() if _wanted(s[0], arguments.only)]
+    slots = [s for s in core.metal_tuning_slots() if _wanted(s[0], arguments.only)]
     ends = time.monotonic() + arguments.seconds
     measured = [
         _measure_slot(slot, names, arguments, ends) for slot, _, names in progress(slots, "tune")
@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     result["right"] = any(m["chosen"] for m in measured) and not any(m["broken"] for m in measured)
     if rows and not arguments.dry_run:
         try:
-            result["stored"] = _core.metal_save_tuning(table)
-            _core.metal_use_tuning(table)
+            result["stored"] = core.metal_save_tuning(table)
+            core.metal_use_tuning(table)
         except RuntimeError as failure:
             result |= {"right": False, "error": str(failure)}
     return result
@@ -73,7 +73,7 @@ def _kept(measured: set[str]) -> list[str]:
     """Rows of the table in force for slots that this run did not measure."""
     return [
         f"{slot} {chosen}"
-        for slot, chosen, names in _core.metal_tuning_slots()
+        for slot, chosen, names in core.metal_tuning_slots()
         if slot not in measured and chosen != names[0]
     ]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import flashattn as fa
-from flashattn import _core
 from flashattn._cli import reference
+from flashattn._cli.metal_core import core
 from flashattn._cli.problems import numpy_dtype, random_arrays
 
 # (batch, seqlen_q, seqlen_k, query heads, kv heads, options): ragged blocks, grouped heads, causal.
@@ -33,7 +33,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     backward = kind != "forward"
     found = {}
     for choice in request.get("choices") or [request["choice"]]:
-        _core.metal_use_tuning(f"flashattn tuning 1\n{request['slot']} {choice}\nend\n")
+        core.metal_use_tuning(f"flashattn tuning 1\n{request['slot']} {choice}\nend\n")
         try:
             wrong = find_wrong(dtype, int(tile), backward)
         except RuntimeError as failure:
@@ -41,7 +41,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
         if wrong:
             found[choice] = wrong
     if "choices" in request:
-        return {"wrong": found, "pipelines": _core.metal_pipelines()}
+        return {"wrong": found, "pipelines": core.metal_pipelines()}
     if found:
         return {"error": found[request["choice"]]}
     batch, seqlen, heads = request["shape"]
@@ -80,12 +80,12 @@ def _times(shape: tuple[int, ...], dtype: Any, rounds: int, backward: bool) -> l
     out, lse = fa.attention_forward(q, k, v, causal=True, backend="metal")
     seconds = []
     for _ in range(_WARM_UP + rounds):
-        before = _core.metal_gpu_seconds()
+        before = core.metal_gpu_seconds()
         if backward:
             fa.attention_backward(dout, q, k, v, out, lse, causal=True, backend="metal")
         else:
             fa.attention_forward(q, k, v, causal=True, backend="metal")
-        seconds.append(_core.metal_gpu_seconds() - before)
+        seconds.append(core.metal_gpu_seconds() - before)
     if not np.isfinite(seconds).all():
         raise RuntimeError("the GPU's clock gives no numbers")
     return seconds[_WARM_UP:]
