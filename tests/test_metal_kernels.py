@@ -5,14 +5,20 @@ and next to values that are not finite. The other test files run the default.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import replace
+from typing import Any
 
+import flashattn as fa
+import flashattn._core
 import numpy as np
 import pytest
 from cases import DTYPES, Case, build, check_backward, check_forward
 from targets import Target
 from test_forward import OPTIONS
+
+_core: Any = flashattn._core  # with functions of simulated builds
 
 SHAPES = [
     Case(2, 4, 2, 37, 50, 20, 12),
@@ -59,8 +65,6 @@ def test_another_lane_map_changes_no_bits(target: Target, kernels: str) -> None:
     """The map is asked for once; a kernel that meets another says so, and another one runs."""
     if target.simulated is None or kernels == "staged":
         pytest.skip("needs a device with more than one map, and kernels that care")
-    from flashattn import _core
-
     os.environ["FLASHATTN_METAL_KERNELS"] = "register"  # the fixture puts it back
     _core.set_simulated_metal("map", "apple")
     _core.forget_lane_maps()
@@ -74,9 +78,34 @@ def test_another_lane_map_changes_no_bits(target: Target, kernels: str) -> None:
             np.testing.assert_array_equal(got, expected)
 
 
-def test_show_config_says_which(target: Target, kernels: str) -> None:
-    import flashattn as fa
+def test_a_refused_kernel_makes_way(target: Target, kernels: str) -> None:
+    """The device's compiler fails on register kernels: the staged ones run, and it is said why."""
+    if target.simulated is None or kernels == "staged":
+        pytest.skip("needs a compiler that can be made to fail")
+    refuse = ctypes.CDLL(_core.__file__).flashattn_simulated_refuse_pipelines
+    problem = build(Case(1, 2, 1, 37, 50, 72, 72, causal=True))  # no other test has these sizes
+    os.environ["FLASHATTN_METAL_KERNELS"] = "staged"  # the fixture puts it back
+    expected = target.forward(*problem.inputs, **problem.options)
+    os.environ["FLASHATTN_METAL_KERNELS"] = "register"
+    _core.forget_lane_maps()
+    refuse(b"register_")
+    try:
+        for got, bits in zip(
+            target.forward(*problem.inputs, **problem.options), expected, strict=True
+        ):
+            np.testing.assert_array_equal(got, bits)
+        (device,) = (b.device for b in fa.backends() if b.name == "metal")
+        assert "staged kernels" in device
+        assert "because: metal: kernel register_forward_float32_d80_v80" in device
+    finally:
+        refuse(None)
+        _core.forget_lane_maps()
+    target.forward(*problem.inputs, **problem.options)
+    (device,) = (b.device for b in fa.backends() if b.name == "metal")
+    assert "because" not in device
 
+
+def test_show_config_says_which(target: Target, kernels: str) -> None:
     (device,) = (b.device for b in fa.backends() if b.name == "metal")
     said = {"any": "register kernels for any lane map", "staged": "staged kernels"}[kernels]
     assert said in device

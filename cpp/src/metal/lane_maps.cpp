@@ -84,6 +84,7 @@ LanePositions LaneMaps::probe(DType dtype) const {
 void LaneMaps::ask() {
   const int wanted = generation.load();
   if (asked_ == wanted) return;
+  demoted_.clear();
   asked_ = wanted;  // once: a device that fails here has the staged kernels
   try {
     const AutoreleaseScope scope;
@@ -106,8 +107,9 @@ DeviceFacts LaneMaps::facts() {
   return facts;
 }
 
-void LaneMaps::demote(DType dtype, LaneMap chosen) {
+void LaneMaps::demote(DType dtype, LaneMap chosen, const std::string& reason) {
   const std::lock_guard lock(mutex_);
+  if (demoted_.empty()) demoted_ = reason.substr(0, reason.find('\n'));
   LaneMap& map = dtype == DType::kFloat16 ? half_ : float_;
   const LaneMap weaker = chosen == LaneMap::kApple ? LaneMap::kAny : LaneMap::kUnknown;
   map = std::min(map, weaker);
@@ -128,6 +130,8 @@ std::string LaneMaps::describe() {
   if (known.half_map != known.float_map) {
     text += ", float16: " + std::string(name_of(known.half_map));
   }
+  const std::lock_guard lock(mutex_);
+  if (!demoted_.empty()) text += ", because: " + demoted_;
   return text;
 }
 

@@ -35,8 +35,9 @@ class LaneMaps {
   // map, "staged" for those that take none. Throws InvalidArgument for another value.
   DeviceFacts facts();
 
-  // After a kernel for tensors of `dtype` met another map than `chosen`: the next weaker choice.
-  void demote(DType dtype, LaneMap chosen);
+  // After a kernel for tensors of `dtype` could not do with the map `chosen`, for the reason given:
+  // the next weaker choice, which describe() tells.
+  void demote(DType dtype, LaneMap chosen, const std::string& reason);
 
   // Which kernels calls run, and why, in words.
   std::string describe();
@@ -52,6 +53,7 @@ class LaneMaps {
   int asked_ = 0;  // the generation of forget_lane_maps that the two maps are of
   LaneMap float_ = LaneMap::kUnknown;
   LaneMap half_ = LaneMap::kUnknown;
+  std::string demoted_;  // why, the first time
 };
 
 }  // namespace flashattn::metal

@@ -132,7 +132,8 @@ std::uint32_t status_of(const SlotTable& slots) {
 }
 
 // Runs what `build(facts, selects)` schedules. A status tells that the results are void and what
-// would make them good: other kernels for the device's lane map, or kernels that select.
+// would make them good: other kernels for the device's lane map, or kernels that select. A register
+// kernel that the device refuses is found before anything runs, and makes way for a weaker one.
 template <typename Build>
 void run_call(Session* here, const AttentionProblem& problem, const TensorView& mask,
               CallBuffers* buffers, SlotTable* slots, Build&& build) {
@@ -148,11 +149,17 @@ void run_call(Session* here, const AttentionProblem& problem, const TensorView& 
     if (dv.buffer == nullptr) dv = dk;
     constexpr std::uint32_t kGood = abi::kStatusGood;
     if (has_status(schedule)) (*slots)[abi::kBufferStatus] = buffers->table(&kGood, sizeof kGood);
-    run_schedule(here->device, here->pipelines, schedule, *slots);
+    const LaneMap map = facts.map_of(problem.dtype);
+    try {
+      run_schedule(here->device, here->pipelines, schedule, *slots);
+    } catch (const KernelRefused& refused) {
+      here->lane_maps.demote(problem.dtype, map, refused.what());
+      continue;
+    }
     const std::uint32_t status = has_status(schedule) ? status_of(*slots) : kGood;
     if (status == abi::kStatusGood) return;
     if (status == abi::kStatusLaneMap) {
-      here->lane_maps.demote(problem.dtype, facts.map_of(problem.dtype));
+      here->lane_maps.demote(problem.dtype, map, "a kernel met another map than was probed");
     }
     if (status == abi::kStatusNonFinite) selects = true;
   }

@@ -98,7 +98,12 @@ NS::SharedPtr<MTL::ComputePipelineState> PipelineCache::make(const KernelKey& ke
 NS::SharedPtr<MTL::ComputePipelineState> PipelineCache::get(const KernelKey& key) {
   return pipelines_.get(to_string(key), [&] {
     const AutoreleaseScope scope;
-    return make(key);
+    try {
+      return make(key);
+    } catch (const DeviceError& error) {
+      if (!key.registers) throw;
+      throw KernelRefused(error.what());
+    }
   });
 }
 

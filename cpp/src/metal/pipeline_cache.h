@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "flashattn/error.h"
 #include "metal/kernel_key.h"
 #include "metal/once_map.h"
 #include "metal/pipeline_archive.h"
@@ -22,12 +23,20 @@ struct PipelineFacts {
   int most_threads = 0;
 };
 
+// A register kernel that the device's compiler does not take, or not with the threads it needs:
+// calls go on with weaker ones.
+class KernelRefused : public DeviceError {
+ public:
+  using DeviceError::DeviceError;
+};
+
 class PipelineCache {
  public:
   PipelineCache(MTL::Device* device, std::filesystem::path archive_file)
       : device_(device), archive_(device, std::move(archive_file)) {}
 
-  // Throws DeviceError with the key, the compiler's log and the source line it names.
+  // Throws DeviceError, KernelRefused for a register kernel, with the key, the compiler's log and
+  // the source line it names.
   NS::SharedPtr<MTL::ComputePipelineState> get(const KernelKey& key);
 
   // How many pipelines were compiled by this process, and how many came out of the archive.

@@ -84,6 +84,7 @@ def _judge(target: dict[str, Any]) -> dict[str, Any]:
         "wrong": wrong,
         "skipped": answer["skipped"],
         "pipelines": answer["pipelines"],
+        "device": answer["device"],
     }
 
 

@@ -45,6 +45,7 @@ def _strided(array: Any) -> Any:
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
     """Records of every case and dtype with {"case", "dtype", "result", "error", "allowed"}."""
+    import flashattn as fa
     from flashattn import _core
 
     if request["isa"]:
@@ -66,6 +67,8 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
         "isa": _core.active_isa(),
         "skipped": skipped,
         "pipelines": pipelines,
+        # As it is after the calls: kernels that a GPU refused have made way by now.
+        "device": next(i.device for i in fa.backends() if i.name == request["backend"]),
     }
 
 

@@ -21,6 +21,10 @@ FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_allocation(int refuse
 // While it is not 0, commandBuffer gives nil.
 FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_command_buffers(int refuse);
 
+// Until it is called with null, no pipeline is made of a kernel whose name has this text in it, as
+// when the compiler's process dies on it.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_pipelines(const char* text);
+
 }  // extern "C"
 
 namespace simulated {
@@ -30,5 +34,6 @@ std::string take_planted_fault();
 bool refuses_adoption();
 bool refuses_allocation();
 bool refuses_command_buffers();
+bool refuses_pipeline(const std::string& kernel);
 
 }  // namespace simulated

@@ -5,6 +5,7 @@
 
 #include "device/binary_archive.h"
 #include "device/device.h"
+#include "device/faults.h"
 #include "objc/register.h"
 #include "objc/validation.h"
 
@@ -13,6 +14,10 @@ namespace simulated {
 PipelineState* make_pipeline(Function* function, Error** error) {
   if (function == nullptr)
     fail_validation("newComputePipelineState: the compute function must not be nil");
+  if (refuses_pipeline(function->kernel()->name())) {
+    report_error(error, "CompilerError", 1, "Compiler encountered an internal error");
+    return nullptr;
+  }
   const std::size_t threadgroup_bytes = function->kernel()->static_threadgroup_bytes();
   if (threadgroup_bytes > metal_sim::kMaxThreadgroupBytes) {
     report_error(error, "AGXMetal", 2,

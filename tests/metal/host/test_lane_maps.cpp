@@ -74,11 +74,11 @@ BOOST_FIXTURE_TEST_CASE(a_complaint_leads_to_the_next_weaker_choice, Gpu) {
   metal_sim::set_setting("map", "apple");
   const auto float_map = [&] { return maps.facts().float_map; };
   BOOST_TEST((float_map() == LaneMap::kApple));
-  maps.demote(DType::kBFloat16, LaneMap::kApple);
+  maps.demote(DType::kBFloat16, LaneMap::kApple, "a test");
   BOOST_TEST((float_map() == LaneMap::kAny));
-  maps.demote(DType::kFloat32, LaneMap::kApple);  // of a call that began before
+  maps.demote(DType::kFloat32, LaneMap::kApple, "a test");  // of a call that began before
   BOOST_TEST((float_map() == LaneMap::kAny));
-  maps.demote(DType::kFloat32, LaneMap::kAny);
+  maps.demote(DType::kFloat32, LaneMap::kAny, "a test");
   BOOST_TEST((float_map() == LaneMap::kUnknown));
   BOOST_TEST((maps.facts().half_map == LaneMap::kApple));
   BOOST_TEST(contains(maps.describe(), "staged kernels"), maps.describe());
