@@ -16,6 +16,7 @@ import numpy as np
 
 Random = np.random.Generator
 
+MOST_COPIED = 1 << 20  # elements of an array that is made into another one
 NUMBERS: list[Any] = [
     *(0, 1, -1, 2, 7, -2, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63), 2**64, 10**30),
     *(0.0, -0.0, 0.5, 1.5, -1.0, float("nan"), float("inf"), float("-inf"), 1e300, 5e-324),
@@ -100,6 +101,8 @@ def array(rng: Random, given: Any) -> Any:
     """Something in the place of an array: most often another array."""
     if not isinstance(given, np.ndarray) or given.dtype == np.dtype(object):
         return _pick(rng, NUMBERS)
+    if given.size > MOST_COPIED:  # an earlier turn repeated it without memory: hostile enough
+        return given
     kind = int(rng.integers(16))
     if kind == 0:
         return _as_dtype(given, _pick(rng, DTYPES))
@@ -143,6 +146,8 @@ def array(rng: Random, given: Any) -> Any:
 
 def integers(rng: Random, given: Any) -> Any:
     """In the place of lengths, offsets and tables."""
+    if isinstance(given, np.ndarray) and given.size > MOST_COPIED:
+        return given
     values = np.array(given)
     kind = int(rng.integers(6))
     if kind == 0:

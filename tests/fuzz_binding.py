@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import resource
 import sys
 import time
 import warnings
@@ -25,7 +26,10 @@ import fuzz_arguments as hostile
 import numpy as np
 
 ALLOWED = (TypeError, ValueError, NotImplementedError, MemoryError, OverflowError, BufferError)
+# What numpy says of an array that was spoilt before and cannot be spoilt further.
+NOT_MADE = (MemoryError, ValueError, IndexError, TypeError, RuntimeError)
 BACKEND = "cpu"
+MOST_MEMORY = 4 << 30  # bytes of address space
 
 
 @dataclass
@@ -180,7 +184,10 @@ def make(seed: int, case: int) -> tuple[Call, int]:
 
 def run_case(seed: int, case: int) -> str:
     """The name of what came of it."""
-    call, spoilt = make(seed, case)
+    try:
+        call, spoilt = make(seed, case)
+    except NOT_MADE:
+        return "no call"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -208,6 +215,8 @@ def main() -> None:
     if given.case is not None:
         print(run_case(given.seed, given.case))
         return
+    if sys.platform == "linux":  # a copy of terabytes fails instead of taking the machine down
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     expected, end, met = canary(), time.monotonic() + given.seconds, Counter[str]()
     case = 0
     while time.monotonic() < end:

@@ -280,3 +280,14 @@ def test_any_view_gives_the_bits_of_its_copy(
     ]
     view = base.transpose(axes)[tuple(cut)]
     assert np.array_equal(fa.attention(view, view, view), fa.attention(*[view.copy()] * 3))
+
+
+def test_a_memoryview_has_a_gradient_too() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 5, 2, 8), np.float32) for _ in range(3))
+    slopes = np.array([0.5, 0.25], np.float32)
+    for given in (slopes, memoryview(slopes)):
+        out, lse = fa.attention_forward(q, k, v, alibi_slopes=given)
+        grads = fa.attention_backward(out, q, k, v, out, lse, alibi_slopes=given)
+        assert grads.dalibi_slopes.shape == (2,)
+        assert grads.dalibi_slopes.dtype == np.float32

@@ -47,7 +47,10 @@ class NumpyFramework(NothingSpecial):
         return _numpy_empty(array.shape, array.dtype)
 
     def wide_gradient(self, array: Any) -> Any:
-        return _numpy_empty(array.shape, _FLOAT64 if array.dtype == _FLOAT64 else _FLOAT32)
+        dtype = getattr(array, "dtype", None)
+        if dtype is None:  # a memoryview has a shape, and its type in a format
+            dtype = np.asarray(array).dtype
+        return _numpy_empty(array.shape, _FLOAT64 if dtype == _FLOAT64 else _FLOAT32)
 
     def is_output(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
