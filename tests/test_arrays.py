@@ -286,8 +286,8 @@ def test_a_memoryview_has_a_gradient_too() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 5, 2, 8), np.float32) for _ in range(3))
     slopes = np.array([0.5, 0.25], np.float32)
-    for given in (slopes, memoryview(slopes)):
-        out, lse = fa.attention_forward(q, k, v, alibi_slopes=given)
-        grads = fa.attention_backward(out, q, k, v, out, lse, alibi_slopes=given)
+    for slope_array in (slopes, memoryview(slopes)):
+        out, lse = fa.attention_forward(q, k, v, alibi_slopes=slope_array)
+        grads = fa.attention_backward(out, q, k, v, out, lse, alibi_slopes=slope_array)
         assert grads.dalibi_slopes.shape == (2,)
         assert grads.dalibi_slopes.dtype == np.float32
