@@ -58,7 +58,7 @@ BOOST_AUTO_TEST_CASE(small_tiles_fuse_the_key_side_and_large_ones_do_not) {
   const Call small = make_call({1, 2, 1, 64, 64, 60, 33}, fa::DType::kFloat32, {});
   BOOST_TEST(kernels(backward_of(small, kApple)) ==
              "delta_float32_r8 0+0 x16\n"
-             "register_backward_dq_float32_d64_v48_r64_c32_s4_read_read_value_apple+full 0+1 x2\n"
+             "register_backward_dq_float32_d64_v48_r64_c32_s8_apple+full 0+1 x2\n"
              "register_backward_dkv_float32_d64_v48_r32_c16_s4_any+full 0+2 x2\n");
   const Call large = make_call({1, 2, 1, 64, 64, 128, 128}, fa::DType::kFloat16, {});
   BOOST_TEST(

@@ -68,7 +68,6 @@ RegisterShape shipped_shape(const TuningSlot& slot) {
       return slot.apple ? RegisterShape{16, 2, 8, false, true}
                         : RegisterShape{16, 1, 8, true, true};
     case KernelKind::kBackwardDq:
-      if (!slot.wide && !half && slot.apple) return {32, 2, 4, false, false};
       if (!slot.wide || half) return {32, 1, 8, true, true};
       return {16, 1, 8, true, false};
     case KernelKind::kBackwardDk:

@@ -32,7 +32,6 @@ def staged_kernels() -> list[Costed]:
 
 # Instances by head dimension: those for Apple's lane map, and the forward kernel for any map.
 APPLE = {"exchange": "apple"}
-READ = {"held": False, "value_held": False}
 WIDE = {"row_fragments": 2, "block": 32, "simdgroups": 4}
 REGISTER = {
     64: [
@@ -40,7 +39,7 @@ REGISTER = {
         ("forward", "float32", {"block": 32, "simdgroups": 8}),
         ("forward", "float16", {**WIDE, **APPLE}),
         ("forward", "bfloat16", {**WIDE, **APPLE}),
-        ("backward_dq", "float32", {**WIDE, **READ, **APPLE}),
+        ("backward_dq", "float32", {"block": 32, "simdgroups": 8, **APPLE}),
         ("backward_dq", "float16", {"block": 32, "simdgroups": 8, **APPLE}),
         ("backward_dkv", "float32", {"block": 16, "simdgroups": 4}),
         ("backward_dkv", "float16", {"block": 16, "simdgroups": 4}),
