@@ -1,8 +1,8 @@
 // Encoding dispatches and waiting; see encode.h.
 #include "metal/encode.h"
 
-#include <atomic>
 #include <cassert>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -13,7 +13,14 @@ namespace flashattn::metal {
 
 namespace {
 
-std::atomic<double> seconds_of_gpu{0};
+// A sum of doubles under a lock: libc++ has had atomic ones only since LLVM 18.
+std::mutex seconds_mutex;
+double seconds_of_gpu = 0;
+
+void add_gpu_seconds(double seconds) {
+  const std::lock_guard lock(seconds_mutex);
+  seconds_of_gpu += seconds;
+}
 
 // A pipeline per dispatch, compiled before anything runs.
 using Pipelines = std::vector<NS::SharedPtr<MTL::ComputePipelineState>>;
@@ -90,7 +97,10 @@ std::string failure_text(const Committed& failed, const Schedule& schedule) {
 
 }  // namespace
 
-double gpu_seconds() { return seconds_of_gpu.load(); }
+double gpu_seconds() {
+  const std::lock_guard lock(seconds_mutex);
+  return seconds_of_gpu;
+}
 
 void run_schedule(const Device& device, PipelineCache& cache, const Schedule& schedule,
                   const SlotTable& slots) {
@@ -114,7 +124,7 @@ void run_schedule(const Device& device, PipelineCache& cache, const Schedule& sc
   }
   for (const Committed& one : in_flight.all()) {
     one.commands->waitUntilCompleted();
-    seconds_of_gpu += one.commands->GPUEndTime() - one.commands->GPUStartTime();
+    add_gpu_seconds(one.commands->GPUEndTime() - one.commands->GPUStartTime());
     const bool completed = one.commands->status() == MTL::CommandBufferStatusCompleted;
     if (!completed && failure.empty()) failure = failure_text(one, schedule);
   }
