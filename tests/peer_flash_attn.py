@@ -26,6 +26,26 @@ CROSS = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)]
 CROSS += [(1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)]
 CAUSAL = [(1, 239), (3, 799), (127, 512), (127, 513), *CROSS[:5], (1023, 1024)]
 FLAGS = (False, True)
+# The axes that the grids of whole batches and of packed sequences begin with; each adds its sizes.
+QKV_PACKED: dict[str, tuple[Any, ...]] = {
+    "dtype": DTYPES,
+    "deterministic": FLAGS,
+    "alibi": FLAGS,
+    "local": FLAGS,
+    "causal": FLAGS,
+    "dropout_p": (0.0, 0.17),
+}
+OUTPUT: dict[str, tuple[Any, ...]] = {
+    "kvpacked": FLAGS,
+    "dtype": DTYPES,
+    "mha_type": ("mha", "mqa", "gqa"),
+    "deterministic": FLAGS,
+    "alibi": FLAGS,
+    "local": FLAGS,
+    "causal": FLAGS,
+    "dropout_p": (0.0, 0.17),
+    "softcap": (0.0, 50.0),
+}
 KV_HEADS = {"mha": 1, "gqa": 3, "mqa": 6}  # of six query heads, that many share a key head
 
 

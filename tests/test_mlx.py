@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import flashattn as fa
+import framework_cases
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Case, Problem, build, check_gradients, check_result
+from cases import Problem, build, check_gradients, check_result
+from framework_cases import ARRAYS
 from reference import Gradients
 from tolerance import assert_close
 from yardstick import forward_yardstick
@@ -18,27 +21,11 @@ mx = pytest.importorskip("mlx.core")
 
 from flashattn.mlx import scaled_dot_product_attention  # noqa: E402 - needs mlx
 
-SIZES: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "seqlen_q": 19, "seqlen_k": 23}
 CASES = {
-    "plain": Case(**SIZES),
-    "float16": Case(**SIZES, dtype="float16", causal=True),
-    "bfloat16": Case(**SIZES, dtype="bfloat16", causal="top_left", value_dim=8),
-    "offset per entry": Case(**SIZES, causal=True, q_offset=(0, 9), kv_lengths=(23, 7)),
-    "bool mask": Case(**SIZES, mask="bool"),
-    "everything": Case(
-        **SIZES,
-        causal=True,
-        window=(9, -1),
-        softcap=3.0,
-        mask="additive_keys",
-        alibi="head",
-        sinks=True,
-        dropout_p=0.2,
-        q_offset=5,
-        kv_lengths=(20, 23),
-    ),
+    name: framework_cases.CASES[name]
+    for name in ("plain", "float16", "bfloat16", "offset per entry", "bool mask")
 }
-ARRAYS = ("mask", "alibi_slopes", "sinks")
+CASES["everything"] = replace(framework_cases.CASES["everything"], mask="additive_keys")
 
 
 def to_mlx(array: Any) -> Any:

@@ -20,25 +20,12 @@ from peer_grid import batches, case_id, lengths, sample, sizes
 from torch_numbers import numbers
 
 QKV_PACKED = {
-    "dtype": DTYPES,
-    "deterministic": FLAGS,
-    "alibi": FLAGS,
-    "local": FLAGS,
-    "causal": FLAGS,
-    "dropout_p": (0.0, 0.17),
+    **peer.QKV_PACKED,
     "d": HEAD_DIMS,
     "seqlen": lengths([97, 128, 200, 384, 768, 1024, 1025, 2048]),
 }
 OUTPUT = {
-    "kvpacked": FLAGS,
-    "dtype": DTYPES,
-    "mha_type": ("mha", "mqa", "gqa"),
-    "deterministic": FLAGS,
-    "alibi": FLAGS,
-    "local": FLAGS,
-    "causal": FLAGS,
-    "dropout_p": (0.0, 0.17),
-    "softcap": (0.0, 50.0),
+    **peer.OUTPUT,
     "d": tuple(d for d in HEAD_DIMS if d != 80),
     "seqlens": sizes(peer.CROSS),
 }

@@ -18,25 +18,12 @@ from peer_grid import batches, case_id, lengths, sample, sizes
 from test_peers_flash_attn import is_upstreams
 
 QKV_PACKED = {
-    "dtype": DTYPES,
-    "deterministic": FLAGS,
-    "alibi": FLAGS,
-    "local": FLAGS,
-    "causal": FLAGS,
-    "dropout_p": (0.0, 0.17),
+    **peer.QKV_PACKED,
     "d": tuple(d for d in HEAD_DIMS if d not in (40, 111)),
     "seqlen": lengths([97, 128, 200, 257, 384, 512, 768, 1025, 2048]),
 }
 OUTPUT = {
-    "kvpacked": FLAGS,
-    "dtype": DTYPES,
-    "mha_type": ("mha", "mqa", "gqa"),
-    "deterministic": FLAGS,
-    "alibi": FLAGS,
-    "local": FLAGS,
-    "causal": FLAGS,
-    "dropout_p": (0.0, 0.17),
-    "softcap": (0.0, 50.0),
+    **peer.OUTPUT,
     "d": tuple(d for d in HEAD_DIMS if d != 40),
     "seqlens": sizes([(1, 147), *peer.CROSS]),
 }
