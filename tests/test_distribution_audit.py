@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import shutil
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from distribution_audit import ROOT, audit_wheel, module_findings, tracked, version
+from distribution_audit import (
+    ROOT,
+    audit_sdist,
+    audit_wheel,
+    module_findings,
+    tracked,
+    version,
+)
 
 pytestmark = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
@@ -29,7 +39,7 @@ def contents() -> dict[str, bytes]:
     return files | {f"{INFO}/METADATA": METADATA.encode()}
 
 
-def wheel(folder: Path, files: dict[str, bytes]) -> Path:
+def wheel(folder: Path, files: dict[str, bytes], mode: int = 0o644) -> Path:
     rows = []
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -38,7 +48,7 @@ def wheel(folder: Path, files: dict[str, bytes]) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in (files | {f"{INFO}/RECORD": "\n".join(rows).encode()}).items():
             info = zipfile.ZipInfo(name)
-            info.external_attr = 0o100644 << 16
+            info.external_attr = (0o100000 | mode) << 16
             archive.writestr(info, data)
     return path
 
@@ -63,6 +73,38 @@ def test_faults_are_found(tmp_path: Path, change: dict[str, bytes], finding: str
     assert any(finding in text for text in found), found
 
 
+def test_permissions_are_looked_at(tmp_path: Path) -> None:
+    for mode in (0o666, 0o4755):
+        found = audit_wheel(wheel(tmp_path, contents(), mode))
+        assert f"flashattn/_api.py has mode {0o100000 | mode:o}" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "finding"),
+    [
+        ("README.md", {}, ""),
+        ("notes.txt", {}, "notes.txt is not tracked"),
+        ("README.md", {"mode": 0o666}, "README.md has mode 666"),
+        ("README.md", {"uid": 1000}, "README.md belongs to 1000:0"),
+        ("README.md", {"type": tarfile.SYMTYPE}, "is neither a file nor a folder"),
+        ("../README.md", {}, "unpacks outside of"),
+    ],
+)
+def test_an_sdist_is_looked_at(
+    name: str, change: dict[str, Any], finding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "flashattn.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for file, changes in (("LICENSE", {}), (name, change)):
+            member = tarfile.TarInfo(f"flashattn-{version()}/{file}")
+            for attribute, value in changes.items():
+                setattr(member, attribute, value)
+            archive.addfile(member, io.BytesIO())
+    found = audit_sdist(path, {"LICENSE", "README.md"})
+    assert any(finding in text for text in found) if finding else found == []
+    assert "CMakeLists.txt is missing" in audit_sdist(path, {"CMakeLists.txt"})
+
+
 def test_missing_and_changed_files_are_found(tmp_path: Path) -> None:
     files = contents()
     del files["flashattn/py.typed"]
@@ -81,8 +123,9 @@ def test_missing_and_changed_files_are_found(tmp_path: Path) -> None:
     shutil.which("readelf") is None or not sys.platform.startswith("linux"), reason="needs readelf"
 )
 def test_libraries_that_are_not_the_systems_are_found() -> None:
-    """Python itself needs libraries that a wheel must not."""
+    """Python itself needs libraries that a wheel must not, and shows another entry."""
     import _ctypes
 
-    origin = Path(_ctypes.__file__)
-    assert any("needs libffi" in text for text in module_findings("x.so", origin.read_bytes()))
+    found = module_findings("x.so", Path(_ctypes.__file__).read_bytes())
+    assert any("needs libffi" in text for text in found)
+    assert "x.so shows PyInit__ctypes" in found

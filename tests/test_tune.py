@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,22 @@ def test_it_picks_the_cheapest_and_later_processes_use_it(folder: Path) -> None:
     assert "shipped" in in_new_process(SOURCE, folder, FLASHATTN_TUNING="shipped")
     text = in_new_process("import flashattn as fa; fa.show_config()", folder)
     assert "measured on this device" in text
+
+
+def test_a_wrong_variable_is_told_and_calls_raise(folder: Path) -> None:
+    code = """
+    import numpy as np, flashattn as fa
+    fa.show_config()
+    x = np.ones((1, 8, 1, 16), np.float32)
+    try:
+        fa.attention(x, x, x)
+    except ValueError as error:
+        print("raised:", error)
+    """
+    text = in_new_process(textwrap.dedent(code), folder, FLASHATTN_TUNING="mine")
+    told = 'FLASHATTN_TUNING (mine) must be "shipped" or unset'
+    assert f"sizes {told}" in text
+    assert f"raised: {told}" in text
 
 
 def slot_names() -> tuple[str, list[str]]:

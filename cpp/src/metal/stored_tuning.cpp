@@ -97,7 +97,11 @@ std::string TuningStore::save(const TuningTable& table) const {
 
 std::string TuningStore::describe() {
   const std::lock_guard lock(mutex_);
-  read();
+  try {
+    read();
+  } catch (const InvalidArgument& wrong) {
+    return wrong.what();
+  }
   switch (source_) {
     case Source::kFile:
       return "measured on this device: " + file_.string();

@@ -30,7 +30,8 @@ class TuningStore {
   // system's reason.
   std::string save(const TuningTable& table) const;
 
-  // Where the choices in force come from, in words.
+  // Where the choices in force come from, in words; what is wrong with FLASHATTN_TUNING, if
+  // anything, which calls throw.
   std::string describe();
 
  private:
