@@ -27,6 +27,8 @@ def test_all_units_are_written(tmp_path: Path) -> None:
     with_options = [kernel for kernel in KERNELS if kernel != "delta"] + ["mask_gradient"]
     assert {f"options_{kernel}" for kernel in with_options} < set(units)
     assert {f"base_register_{kernel}" for kernel in REGISTER_KERNELS} < set(units)
+    long_units = ("full_register_forward_64", "dropout_register_backward_dk_128")
+    assert {*long_units, "dropout_forward_0"} < set(units)
     assert {"base_split", "base_merge_chunks", "nobar_register_dq_2", "nobar_exchange_1"} < set(
         units
     )

@@ -3,8 +3,6 @@
 // are filled with NaN first.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +11,8 @@
 #include <map>
 #include <memory>
 
+#include "device_array.cuh"
+#include "dropout.h"
 #include "problem.h"
 #include "registry.h"
 #include "shaders/abi.h"
@@ -20,16 +20,6 @@
 namespace check {
 
 namespace abi = flashattn::metal::abi;
-
-#define CHECK_CUDA(call)                                                    \
-  do {                                                                      \
-    const cudaError_t status = (call);                                      \
-    if (status != cudaSuccess) {                                            \
-      std::fprintf(stderr, "CUDA error at %s:%d: %s\n", __FILE__, __LINE__, \
-                   cudaGetErrorString(status));                             \
-      std::exit(2);                                                         \
-    }                                                                       \
-  } while (0)
 
 enum class Kind {
   kForward,
@@ -66,27 +56,7 @@ struct Entry {
   bool takes_options() const { return has(abi::kConstantHasModifiers) || sums(); }
 };
 
-// Device memory with nothing around it: an access past the end is an access past an allocation.
-class Buffer {
- public:
-  explicit Buffer(const std::vector<std::uint8_t>& bytes) : bytes_(bytes.size()) {
-    CHECK_CUDA(cudaMalloc(&pointer_, bytes_));
-    CHECK_CUDA(cudaMemcpy(pointer_, bytes.data(), bytes_, cudaMemcpyHostToDevice));
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { cudaFree(pointer_); }
-  void* pointer() { return pointer_; }
-  std::vector<std::uint8_t> read() const {
-    std::vector<std::uint8_t> bytes(bytes_);
-    CHECK_CUDA(cudaMemcpy(bytes.data(), pointer_, bytes_, cudaMemcpyDeviceToHost));
-    return bytes;
-  }
-
- private:
-  std::size_t bytes_;
-  void* pointer_ = nullptr;
-};
+using Buffer = DeviceArray<std::uint8_t>;
 
 inline abi::TensorStrides strides(int rows, int heads, int dim) {
   const std::int64_t d = dim;
@@ -142,13 +112,14 @@ std::vector<std::uint8_t> bytes_of(const std::vector<T>& table) {
 
 inline std::vector<std::uint8_t> row_intervals(const Problem& p) {
   constexpr int kFar = 1 << 30;
-  const int end = p.causal ? 1 + p.shift() : kFar;
+  const int begin = p.window < 0 ? -kFar : p.visible_begin(0);
+  const int end = p.window < 0 && !p.causal ? kFar : p.visible_end(0);
   return bytes_of(
-      std::vector<abi::RowInterval>(p.batch, abi::RowInterval{-kFar, end, p.seqlen_k, 0}));
+      std::vector<abi::RowInterval>(p.batch, abi::RowInterval{begin, end, p.seqlen_k, 0}));
 }
 
 // Options that change no result: a mask of zeros that the heads share, ALiBi slopes of 0, sinks of
-// -inf, dropout that keeps everything.
+// -inf; and dropout, which keeps everything unless the problem says otherwise.
 inline abi::ModifierParams make_modifiers(const Problem& p) {
   abi::ModifierParams m{};
   const std::int64_t rows = p.seqlen_q, keys = p.seqlen_k, heads = p.query_heads;
@@ -164,7 +135,11 @@ inline abi::ModifierParams make_modifiers(const Problem& p) {
   m.global_heads = static_cast<unsigned>(heads);
   m.global_queries = static_cast<unsigned>(rows);
   m.global_keys = static_cast<unsigned>(keys);
-  m.dropout_scale = 1;
+  m.dropout_threshold = dropout_threshold(p);
+  m.dropout_scale = static_cast<float>(1 / (1 - p.dropout_p));
+  m.dropout_offset = kDropoutOffset;
+  m.seed_low = static_cast<unsigned>(kDropoutSeed);
+  m.seed_high = static_cast<unsigned>(kDropoutSeed >> 32);
   return m;
 }
 
@@ -250,7 +225,7 @@ class Binding {
     const std::size_t heads = p.query_heads;
     const std::size_t rows = r.lse.value.size();
     const std::size_t scores = r.dmask.value.size();
-    const std::vector<float> nans(scores, std::numeric_limits<float>::quiet_NaN());
+    const float nan = std::numeric_limits<float>::quiet_NaN();
     const float sink = entry.sums() ? kSink : -std::numeric_limits<float>::infinity();
     buffers_[abi::kBufferModifiers] =
         std::make_unique<Buffer>(bytes_of(std::vector<abi::ModifierParams>{modifiers_}));
@@ -262,13 +237,12 @@ class Binding {
         bytes_of(std::vector<std::int64_t>(p.batch, std::int64_t{p.shift()})));
     set_entries(p);
     set(abi::kBufferSinks, std::vector<float>(heads, sink), Storage::kFloat32);
-    set(abi::kBufferDmask, nans, Storage::kFloat32);
-    set(abi::kBufferDalibiSlopes, std::vector<float>(heads, nans[0]), Storage::kFloat32);
-    set(abi::kBufferDsinks, std::vector<float>(heads, nans[0]), Storage::kFloat32);
+    set(abi::kBufferDmask, std::vector<float>(scores, nan), Storage::kFloat32);
+    set(abi::kBufferDalibiSlopes, std::vector<float>(heads, nan), Storage::kFloat32);
+    set(abi::kBufferDsinks, std::vector<float>(heads, nan), Storage::kFloat32);
     const bool sums_rows = entry.kind == Kind::kSlopeGradient;
     set(abi::kBufferSlopeRows,
-        sums_rows ? narrow(r.slope_rows.value) : std::vector<float>(rows, nans[0]),
-        Storage::kFloat32);
+        sums_rows ? narrow(r.slope_rows.value) : std::vector<float>(rows, nan), Storage::kFloat32);
   }
 
   // Entries that say what holds without them, so that reading them changes no result; no pages.

@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <limits>
 
-#include "binding.cuh"
+#include "launch.cuh"
 
 namespace {
 
@@ -57,40 +57,6 @@ Outcome compare(const std::vector<float>& got, const Expected& expected, Storage
   return outcome;
 }
 
-struct Output {
-  const char* name;
-  unsigned slot;
-  const Expected* expected;
-  Storage storage;
-};
-
-std::vector<Output> outputs(const Entry& e, const Reference& r) {
-  switch (e.kind) {
-    case Kind::kForward:
-      return {{"out", abi::kBufferOut, &r.out, e.storage},
-              {"lse", abi::kBufferLse, &r.lse, Storage::kFloat32}};
-    case Kind::kDelta:
-      return {{"delta", abi::kBufferDelta, &r.delta, Storage::kFloat32}};
-    case Kind::kBackwardDq:
-      if (!e.has(abi::kConstantSlopeGradient)) return {{"dq", abi::kBufferDq, &r.dq, e.storage}};
-      return {{"dq", abi::kBufferDq, &r.dq, e.storage},
-              {"slopes", abi::kBufferSlopeRows, &r.slope_rows, Storage::kFloat32}};
-    case Kind::kBackwardDv:
-      return {{"dv", abi::kBufferDv, &r.dv, e.storage}};
-    case Kind::kBackwardDk:
-      return {{"dk", abi::kBufferDk, &r.dk, e.storage}};
-    case Kind::kBackwardDkv:
-      return {{"dk", abi::kBufferDk, &r.dk, e.storage}, {"dv", abi::kBufferDv, &r.dv, e.storage}};
-    case Kind::kMaskGradient:
-      return {{"dmask", abi::kBufferDmask, &r.dmask, Storage::kFloat32}};
-    case Kind::kSlopeGradient:
-      return {{"slopes", abi::kBufferDalibiSlopes, &r.slopes, Storage::kFloat32}};
-    case Kind::kSinkGradient:
-      return {{"sinks", abi::kBufferDsinks, &r.sinks, Storage::kFloat32}};
-  }
-  return {};
-}
-
 // Several entries run the same problem, and the long ones take seconds on the CPU.
 const Reference& cached_reference(const Problem& p, Storage storage) {
   static std::map<std::string, Reference> cache;
@@ -98,31 +64,6 @@ const Reference& cached_reference(const Problem& p, Storage storage) {
   const auto found = cache.find(key);
   return found != cache.end() ? found->second
                               : cache.emplace(key, make_reference(p, storage, kSink)).first->second;
-}
-
-unsigned threadgroups(const Entry& entry, const Problem& p) {
-  if (entry.sums()) return static_cast<unsigned>(blocks_of(p.query_heads, entry.block_rows));
-  if (entry.kind == Kind::kMaskGradient) {
-    return static_cast<unsigned>(blocks_of(p.seqlen_q, entry.block_rows) *
-                                 blocks_of(p.seqlen_k, entry.block_columns) * p.batch);
-  }
-  if (entry.splits()) {
-    const int simdgroups = entry.threads / static_cast<int>(abi::kSimdWidth);
-    return static_cast<unsigned>(blocks_of(p.seqlen_k, kChunkKeys) * p.batch * p.kv_heads *
-                                 blocks_of(p.group(), simdgroups));
-  }
-  const int groups = blocks_of(entry.key_side() ? p.seqlen_k : p.seqlen_q, entry.block_rows) *
-                     (entry.key_side() ? p.kv_heads : p.query_heads) * p.batch;
-  return static_cast<unsigned>(groups);
-}
-
-const metal_cuda::KernelEntry& find_kernel(const char* kernel, const char* unit) {
-  const auto found = metal_cuda::registry().find({kernel, unit});
-  if (found == metal_cuda::registry().end()) {
-    std::fprintf(stderr, "no kernel %s in %s\n", kernel, unit);
-    std::exit(2);
-  }
-  return found->second;
 }
 
 bool run(const Entry& entry, const Problem& p) {
@@ -141,14 +82,7 @@ bool run(const Entry& entry, const Problem& p) {
   if (entry.subtracts())
     for (double& x : reference.delta.value) x -= kDlse;
   Binding binding(entry, p, reference);
-  binding.launch(find_kernel(entry.kernel, entry.unit), threadgroups(entry, p),
-                 static_cast<unsigned>(entry.threads));
-  if (entry.splits()) {
-    binding.launch(find_kernel(entry.merge, "base_merge_chunks"),
-                   static_cast<unsigned>(p.batch * p.query_heads), 8 * abi::kSimdWidth);
-  }
-  bool good = binding.status() == abi::kStatusGood;
-  if (!good) std::printf("FAIL %s %s: status %u\n", entry.kernel, entry.unit, binding.status());
+  bool good = launch(entry, p, binding);
   for (const Output& output : outputs(entry, reference)) {
     const Outcome o = compare(binding.result(output.slot, output.storage), *output.expected,
                               output.storage, term_rounding(entry));
@@ -172,6 +106,8 @@ std::vector<Problem> problems(const Entry& e, const std::string& mode) {
             {1, 3, 150, 2, 1, h, v, true, 'v'}};
   // Kernels for rows that all exist, of dimensions that fill their tiles.
   if (e.has(abi::kConstantFullRows) && mode == "small") return {{1, 128, 64, 1, 1, h, v, false}};
+  if (e.has(abi::kConstantFullRows) && e.has(abi::kConstantHasDropout))
+    return {{1, 128, 256, 2, 1, h, v, true, ' ', 90, 0.3}};
   if (e.has(abi::kConstantFullRows)) return {{1, 128, 256, 2, 1, h, v, true}};
   if (mode == "long")
     return {{1, 2048, 2048, 4, 4, h, v, true}, {1, 1000, 3000, 4, 2, h, v, false}};
@@ -179,10 +115,13 @@ std::vector<Problem> problems(const Entry& e, const std::string& mode) {
     return {{1, 37, 41, 2, 1, h - 3, v - 5, true},
             {1, 37, 41, 2, 1, h - 3, v - 5, true, 'v'},
             {1, 37, 41, 2, 1, h - 3, v - 5, true, 'q'}};
-  return {{1, 1, 1, 1, 1, h, v, true},        {2, 33, 65, 4, 2, h, v, false},
-          {1, 70, 40, 2, 1, h, v - 5, true},  {2, 128, 200, 3, 3, h - 3, v, true},
-          {1, 37, 41, 2, 1, h, v, true, 'v'}, {1, 37, 41, 2, 1, h, v, true, 'q'},
-          {1, 512, 512, 2, 1, h, v, true}};
+  std::vector<Problem> found = {
+      {1, 1, 1, 1, 1, h, v, true},        {2, 33, 65, 4, 2, h, v, false},
+      {1, 70, 40, 2, 1, h, v - 5, true},  {2, 128, 200, 3, 3, h - 3, v, true},
+      {1, 37, 41, 2, 1, h, v, true, 'v'}, {1, 37, 41, 2, 1, h, v, true, 'q'},
+      {1, 512, 512, 2, 1, h, v, true}};
+  if (e.has(abi::kConstantHasDropout)) found.push_back({2, 70, 75, 4, 2, h, v, true, ' ', 30, 0.3});
+  return found;
 }
 
 }  // namespace

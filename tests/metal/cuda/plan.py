@@ -18,7 +18,7 @@ sys.path += [str(Path(__file__).resolve().parents[n]) for n in range(3)]
 from msl_to_cuda import translate
 from plan_register import register_units
 from register_cases import is_register_file
-from units import BARRIER, IDS, NEUTRAL, RAGGED, ROOT, SHADERS, STORAGES, Unit
+from units import BARRIER, DROPOUT, IDS, NEUTRAL, RAGGED, ROOT, SHADERS, STORAGES, Unit
 
 HERE = Path(__file__).resolve().parent
 BLOCK_ROWS, BLOCK_COLUMNS, DELTA_ROWS, SUM_HEADS = 32, 16, 4, 4
@@ -109,6 +109,12 @@ def plan() -> list[Unit]:
         if shader in OPTIONS:
             sizes = SIZES if shader == "mask_gradient" else [SMALL, *SIZES[-2:]]
             units.append(Unit(f"options_{shader}", shader, sizes, constants=OPTIONS[shader]))
+            if shader != "mask_gradient":
+                # Dropout that drops, of long.cu; one unit per size, which compiles on one core.
+                units += [
+                    Unit(f"dropout_{shader}_{number}", shader, [size], constants=DROPOUT)
+                    for number, size in enumerate(SIZES[1:])
+                ]
         if shader == "mask_gradient":
             continue
         sizes = [s for s in SIZES if s[1] == 64] if shader == "delta" else SIZES
@@ -156,17 +162,22 @@ def write_unit(unit: Unit, folder: Path) -> None:
 
 MAKEFILE = """NVCC ?= nvcc
 ARCH ?= native
-FLAGS = -O2 -std=c++17 -arch=$(ARCH) -lineinfo -I{here} -I{root} -I.
+INCLUDES = -I{here} -I{root} -I{root}/cpp/src -I.
+FLAGS = -O2 -std=c++17 -arch=$(ARCH) -lineinfo --expt-relaxed-constexpr $(INCLUDES)
 FLAGS += -diag-suppress 177,550,186,39,179
-OBJECTS = {objects}
-check: $(OBJECTS)
-\t$(NVCC) -arch=$(ARCH) -o $@ $(OBJECTS) -lpthread
+OBJECTS = {objects} problem.o storage.o
+HEADERS = $(wildcard {here}/*.h {here}/*.cuh) plan.inc
+all: check long
+check: check.o $(OBJECTS)
+\t$(NVCC) -arch=$(ARCH) -o $@ $^ -lpthread
+long: long.o plain_attention.o $(OBJECTS)
+\t$(NVCC) -arch=$(ARCH) -o $@ $^ -lpthread
 %.o: %.cu {here}/metal_shim.cuh {here}/registry.h
 \t$(NVCC) $(FLAGS) -c -o $@ $<
-check.o: {here}/check.cu {here}/binding.cuh {here}/problem.h plan.inc
+check.o long.o plain_attention.o: %.o: {here}/%.cu $(HEADERS)
 \t$(NVCC) $(FLAGS) -c -o $@ $<
-problem.o: {here}/problem.cpp {here}/problem.h
-\tg++ -O3 -std=c++17 -c -o $@ $<
+problem.o storage.o: %.o: {here}/%.cpp $(HEADERS)
+\tg++ -O3 -march=native -ffp-contract=off -std=c++17 $(INCLUDES) -c -o $@ $<
 """
 
 
@@ -180,7 +191,7 @@ def main() -> None:
     entries += [line for unit in units for line in unit.entries]
     (folder / "plan.inc").write_text("".join(entries))
     (folder / "faults.txt").write_text("".join(f"{unit.name}\n" for unit in units if unit.fault))
-    objects = " ".join([*(f"{unit.name}.o" for unit in units), "check.o", "problem.o"])
+    objects = " ".join(f"{unit.name}.o" for unit in units)
     here = (
         Path("../" * len(folder.relative_to(ROOT).parts)) if folder.is_relative_to(ROOT) else ROOT
     )

@@ -5,37 +5,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <mutex>
 #include <thread>
 #include <utility>
 
-namespace {
+#include "dropout.h"
 
-std::uint16_t half_bits(float x) {
-  const _Float16 h = static_cast<_Float16>(x);
-  std::uint16_t bits;
-  std::memcpy(&bits, &h, sizeof bits);
-  return bits;
-}
-float from_half_bits(std::uint16_t bits) {
-  _Float16 h;
-  std::memcpy(&h, &bits, sizeof bits);
-  return static_cast<float>(h);
-}
-std::uint16_t bfloat_bits(float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-float from_bfloat_bits(std::uint16_t half) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
+namespace {
 
 // Sum of four uniform values scaled to variance 1: near enough to normal.
 class Source {
@@ -55,8 +32,8 @@ class Source {
 
 std::vector<float> draw(Source& source, std::size_t count, Storage storage) {
   std::vector<float> values(count);
-  for (float& x : values) x = source.next();
-  return from_storage(to_storage(values, storage), storage);
+  for (float& x : values) x = round_to(source.next(), storage);
+  return values;
 }
 
 // Offset of row `i` of head `h` in a (batch, row, head, dim) tensor.
@@ -64,9 +41,10 @@ std::size_t at(int b, int i, int h, int rows, int heads, int dim) {
   return ((static_cast<std::size_t>(b) * rows + i) * heads + h) * dim;
 }
 
-// Scratch for one query row.
+// Scratch for one query row: the keys that it sees, and what there is of each of them.
 struct Row {
-  std::vector<double> p, dp, dp_magnitude;
+  int begin = 0, end = 0;
+  std::vector<double> p, keep, dp, dp_magnitude;  // keep: what dropout multiplies p and dp with
 };
 
 class Computation {
@@ -77,6 +55,7 @@ class Computation {
   void run_group(int b, int kv_head) {
     Row row;
     row.p.resize(p_.seqlen_k);
+    row.keep.resize(p_.seqlen_k);
     row.dp.resize(p_.seqlen_k);
     row.dp_magnitude.resize(p_.seqlen_k);
     for (int g = 0; g < p_.group(); ++g)
@@ -85,16 +64,17 @@ class Computation {
 
  private:
   void run_row(Row& row, int b, int kv_head, int h, int i) {
-    const int end = std::clamp(p_.visible_end(i), 0, p_.seqlen_k);
+    row.end = std::clamp(p_.visible_end(i), 0, p_.seqlen_k);
+    row.begin = std::clamp(p_.visible_begin(i), 0, row.end);
     const std::size_t table = (static_cast<std::size_t>(b) * p_.query_heads + h) * p_.seqlen_q + i;
     const double infinity = std::numeric_limits<double>::infinity();
     r_.lse.value[table] = -infinity;
-    if (end == 0) return;
+    if (row.begin == row.end) return;
     const float* q = &r_.query[at(b, i, h, p_.seqlen_q, p_.query_heads, p_.head_dim)];
     const double scale = 1.0 / std::sqrt(static_cast<double>(p_.head_dim));
     double top = -infinity;
     double score_magnitude = 0;
-    for (int j = 0; j < end; ++j) {
+    for (int j = row.begin; j < row.end; ++j) {
       const float* k = key(b, j, kv_head);
       double s = 0, magnitude = 0;
       for (int d = 0; d < p_.head_dim; ++d) {
@@ -106,27 +86,31 @@ class Computation {
       score_magnitude = std::max(score_magnitude, magnitude * scale);
     }
     double total = 0;
-    for (int j = 0; j < end; ++j) total += row.p[j] = std::exp(row.p[j] - top);
+    for (int j = row.begin; j < row.end; ++j) total += row.p[j] = std::exp(row.p[j] - top);
     r_.lse.value[table] = top + std::log(total);
     r_.lse.magnitude[table] = 1 + score_magnitude + std::fabs(r_.lse.value[table]);
     // An error of a score is a relative error of its probability.
-    finish_row(row, b, kv_head, h, i, end, table, total, 1 + score_magnitude);
+    finish_row(row, b, kv_head, h, i, table, total, 1 + score_magnitude);
   }
 
-  void finish_row(Row& row, int b, int kv_head, int h, int i, int end, std::size_t table,
-                  double total, double sensitivity) {
+  void finish_row(Row& row, int b, int kv_head, int h, int i, std::size_t table, double total,
+                  double sensitivity) {
     const std::size_t out_at = at(b, i, h, p_.seqlen_q, p_.query_heads, p_.value_dim);
     const float* dout = &r_.dout[out_at];
-    for (int j = 0; j < end; ++j) {
+    for (int j = row.begin; j < row.end; ++j) {
       row.p[j] /= total;
+      row.keep[j] = keep_factor(b, h, i, j);
+      const double kept = row.p[j] * row.keep[j];
       const float* v = value(b, j, kv_head);
       row.dp[j] = row.dp_magnitude[j] = 0;
       for (int d = 0; d < p_.value_dim; ++d) {
-        r_.out.value[out_at + d] += row.p[j] * v[d];
-        r_.out.magnitude[out_at + d] += row.p[j] * std::fabs(v[d]) * sensitivity;
+        r_.out.value[out_at + d] += kept * v[d];
+        r_.out.magnitude[out_at + d] += kept * std::fabs(v[d]) * sensitivity;
         row.dp[j] += static_cast<double>(dout[d]) * v[d];
         row.dp_magnitude[j] += std::fabs(static_cast<double>(dout[d]) * v[d]);
       }
+      row.dp[j] *= row.keep[j];
+      row.dp_magnitude[j] *= row.keep[j];
     }
     double delta = 0, delta_magnitude = 0;
     for (int d = 0; d < p_.value_dim; ++d) {
@@ -135,13 +119,13 @@ class Computation {
     }
     r_.delta.value[table] = delta;
     r_.delta.magnitude[table] = delta_magnitude;
-    add_gradients(row, b, kv_head, h, i, end, delta, delta_magnitude, sensitivity);
-    if (p_.has_options()) add_options(row, table, i, end, delta, delta_magnitude * sensitivity);
+    add_gradients(row, b, kv_head, h, i, delta, delta_magnitude, sensitivity);
+    if (p_.has_options()) add_options(row, table, i, delta, delta_magnitude * sensitivity);
   }
 
   // `size` of delta includes the sensitivity of the scores.
-  void add_options(const Row& row, std::size_t table, int i, int end, double delta, double size) {
-    for (int j = 0; j < end; ++j) {
+  void add_options(const Row& row, std::size_t table, int i, double delta, double size) {
+    for (int j = row.begin; j < row.end; ++j) {
       const double ds = row.p[j] * (row.dp[j] - delta);
       const double magnitude = row.p[j] * (row.dp_magnitude[j] + size);
       const double distance = std::abs(i + p_.shift() - j);
@@ -152,14 +136,15 @@ class Computation {
     }
   }
 
-  void add_gradients(const Row& row, int b, int kv_head, int h, int i, int end, double delta,
+  void add_gradients(const Row& row, int b, int kv_head, int h, int i, double delta,
                      double delta_magnitude, double sensitivity) {
     const std::size_t q_at = at(b, i, h, p_.seqlen_q, p_.query_heads, p_.head_dim);
     const std::size_t out_at = at(b, i, h, p_.seqlen_q, p_.query_heads, p_.value_dim);
     const double scale = 1.0 / std::sqrt(static_cast<double>(p_.head_dim));
-    for (int j = 0; j < end; ++j) {
+    for (int j = row.begin; j < row.end; ++j) {
       const std::size_t k_at = at(b, j, kv_head, p_.seqlen_k, p_.kv_heads, p_.head_dim);
       const std::size_t v_at = at(b, j, kv_head, p_.seqlen_k, p_.kv_heads, p_.value_dim);
+      const double kept = row.p[j] * row.keep[j];
       const double ds = row.p[j] * (row.dp[j] - delta) * scale;
       const double size = row.p[j] * (row.dp_magnitude[j] + delta_magnitude) * scale * sensitivity;
       for (int d = 0; d < p_.head_dim; ++d) {
@@ -169,10 +154,15 @@ class Computation {
         r_.dk.magnitude[k_at + d] += size * std::fabs(r_.query[q_at + d]);
       }
       for (int d = 0; d < p_.value_dim; ++d) {
-        r_.dv.value[v_at + d] += row.p[j] * r_.dout[out_at + d];
-        r_.dv.magnitude[v_at + d] += row.p[j] * std::fabs(r_.dout[out_at + d]) * sensitivity;
+        r_.dv.value[v_at + d] += kept * r_.dout[out_at + d];
+        r_.dv.magnitude[v_at + d] += kept * std::fabs(r_.dout[out_at + d]) * sensitivity;
       }
     }
+  }
+
+  double keep_factor(int b, int h, int i, int j) const {
+    if (p_.dropout_p == 0) return 1;
+    return keeps(p_, threshold_, b, h, i, j) ? 1 / (1 - p_.dropout_p) : 0;
   }
 
   const float* key(int b, int j, int h) const {
@@ -184,6 +174,7 @@ class Computation {
 
   const Problem& p_;
   Reference& r_;
+  const std::uint32_t threshold_ = dropout_threshold(p_);
 };
 
 void size_expected(Expected& expected, std::size_t count) {
@@ -241,60 +232,13 @@ std::string Problem::name() const {
   text += " heads " + std::to_string(query_heads) + "/" + std::to_string(kv_heads);
   text += " dims " + std::to_string(head_dim) + "/" + std::to_string(value_dim);
   if (causal) text += " causal";
+  if (window >= 0) text += " window " + std::to_string(window);
+  if (dropout_p > 0) text += " dropout";
   if (non_finite != ' ') text += std::string(" NaN:") + non_finite;
   return text;
 }
 
-double rounding_unit(Storage storage) {
-  switch (storage) {
-    case Storage::kFloat16:
-      return std::ldexp(1.0, -11);
-    case Storage::kBFloat16:
-      return std::ldexp(1.0, -8);
-    default:
-      return std::ldexp(1.0, -24);
-  }
-}
-
-double storage_rounding(double x, Storage storage) {
-  // Half the distance of two subnormal numbers: 2^-24 apart in float16, 2^-133 in bfloat16.
-  const int exponent = storage == Storage::kFloat16    ? -25
-                       : storage == Storage::kBFloat16 ? -134
-                                                       : -150;
-  return std::fmax(rounding_unit(storage) * std::fabs(x), std::ldexp(1.0, exponent));
-}
-
-std::vector<std::uint8_t> to_storage(const std::vector<float>& values, Storage storage) {
-  const std::size_t size = storage == Storage::kFloat32 ? 4 : 2;
-  std::vector<std::uint8_t> bytes(values.size() * size);
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (storage == Storage::kFloat32) {
-      std::memcpy(&bytes[i * 4], &values[i], 4);
-    } else {
-      const std::uint16_t bits =
-          storage == Storage::kFloat16 ? half_bits(values[i]) : bfloat_bits(values[i]);
-      std::memcpy(&bytes[i * 2], &bits, 2);
-    }
-  }
-  return bytes;
-}
-
-std::vector<float> from_storage(const std::vector<std::uint8_t>& bytes, Storage storage) {
-  const std::size_t size = storage == Storage::kFloat32 ? 4 : 2;
-  std::vector<float> values(bytes.size() / size);
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (storage == Storage::kFloat32) {
-      std::memcpy(&values[i], &bytes[i * 4], 4);
-    } else {
-      std::uint16_t bits;
-      std::memcpy(&bits, &bytes[i * 2], 2);
-      values[i] = storage == Storage::kFloat16 ? from_half_bits(bits) : from_bfloat_bits(bits);
-    }
-  }
-  return values;
-}
-
-Reference make_reference(const Problem& p, Storage storage, float sink) {
+Reference make_inputs(const Problem& p, Storage storage) {
   Reference r;
   Source source;
   const auto count = [&](int rows, int heads, int dim) {
@@ -315,6 +259,11 @@ Reference make_reference(const Problem& p, Storage storage, float sink) {
     size_expected(r.dmask, count(p.seqlen_q, p.query_heads, p.seqlen_k));
     size_expected(r.slope_rows, count(p.seqlen_q, p.query_heads, 1));
   }
+  return r;
+}
+
+Reference make_reference(const Problem& p, Storage storage, float sink) {
+  Reference r = make_inputs(p, storage);
   std::atomic<int> next{0};
   const auto work = [&] {
     for (int task = next++; task < p.batch * p.kv_heads; task = next++)

@@ -2,9 +2,10 @@
 // may lead. Tensors are (batch, row, head, dim), contiguous; tables (batch, head, row).
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
+
+#include "storage.h"
 
 struct Problem {
   int batch = 1;
@@ -18,20 +19,22 @@ struct Problem {
   // 'v': the value of the last key is NaN; 'q': query and dout of the first row are; ' ': all
   // finite.
   char non_finite = ' ';
+  int window = -1;       // keys on either side of its own position that a row sees; -1: all
+  double dropout_p = 0;  // see dropout.h
 
   std::string name() const;
-  int group() const { return query_heads / kv_heads; }
-  // Keys [0, end) are visible to row i: causal aligns the last row with the last key.
-  int shift() const { return seqlen_k - seqlen_q; }
+  constexpr int group() const { return query_heads / kv_heads; }
+  // Row i stands at key i + shift: causal and windows align the last row with the last key. It sees
+  // the keys of [begin, end) that exist.
+  constexpr int shift() const { return seqlen_k - seqlen_q; }
+  constexpr int visible_begin(int i) const { return window < 0 ? 0 : i + shift() - window; }
+  constexpr int visible_end(int i) const {
+    if (causal) return i + 1 + shift();
+    return window < 0 ? seqlen_k : i + 1 + shift() + window;
+  }
   // The score matrix is stored for the mask's gradient: not for problems whose references are long.
   bool has_options() const { return seqlen_q <= 512 && seqlen_k <= 512; }
-  int visible_end(int i) const { return causal ? i + 1 + seqlen_k - seqlen_q : seqlen_k; }
 };
-
-enum class Storage { kFloat32, kFloat16, kBFloat16 };
-double rounding_unit(Storage storage);  // largest relative error of one rounding
-// Largest absolute error of rounding a value near x: below the normal range the relative one grows.
-double storage_rounding(double x, Storage storage);
 
 // One result in float64 and, per element, the sum of the absolute values of what was added up to
 // get it: a float32 computation may be off by a few roundings of that sum, plus one rounding to the
@@ -53,9 +56,7 @@ struct Reference {
   Expected slopes, sinks;
 };
 
-// Deterministic inputs, results on all cores. `sink`: the one whose gradient is taken.
+// Deterministic inputs, tables of their sizes, and no results.
+Reference make_inputs(const Problem& problem, Storage storage);
+// With results, on all cores. `sink`: the one whose gradient is taken.
 Reference make_reference(const Problem& problem, Storage storage, float sink);
-
-// Values of the storage type as bytes, and back.
-std::vector<std::uint8_t> to_storage(const std::vector<float>& values, Storage storage);
-std::vector<float> from_storage(const std::vector<std::uint8_t>& bytes, Storage storage);

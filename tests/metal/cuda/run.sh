@@ -31,6 +31,11 @@ numbers() {  # MODE: the check program's verdict and its worst result
 timeout -k 5 120 ./check all > "$logs/all.txt" 2>&1
 numbers all
 
+# Sequences of 32768 against plain attention on the GPU; samples for long_cpu.py.
+mkdir -p "$logs/samples"
+timeout -k 5 300 ./long "$logs/samples" > "$logs/long32k.txt" 2>&1
+numbers long32k
+
 # The long problems, whose references are the CPU's work, beside the sanitizers on the small ones.
 timeout -k 5 240 ./check long > "$logs/long.txt" 2>&1 &
 declare -A tools=([memcheck]="--padding 64 --leak-check full" [racecheck]="--racecheck-report all"

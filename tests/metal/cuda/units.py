@@ -18,6 +18,7 @@ IDS = {
     for name, number in re.findall(r"kConstant(\w+) = (\d+)", (SHADERS / "abi.h").read_text())
 }
 NEUTRAL = sum(1 << IDS[n] for n in ("HasModifiers", "HasAlibi", "HasMask", "HasDropout"))
+DROPOUT = sum(1 << IDS[n] for n in ("HasModifiers", "HasDropout"))
 RAGGED = 1 << IDS["IsRagged"]
 STORAGES = {
     "float": ("float32", "kFloat32"),
