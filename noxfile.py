@@ -30,6 +30,8 @@ nox.options.sessions = [
     "macos_cross",
 ]
 nox.options.error_on_missing_interpreters = True
+# Of torch's and transformers' thousands of files the tests import some; those are compiled then.
+os.environ.setdefault("PIP_COMPILE", "0")
 
 
 def build_tools(session: nox.Session) -> None:
@@ -126,8 +128,8 @@ def formatted_sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found if path.suffix in suffixes)
 
 
-def test_preset(session: nox.Session, **environment: str) -> None:
-    """Builds the C++ tests with the preset of the session's name and runs them.
+def test_preset(session: nox.Session, *options: str, **environment: str) -> Path:
+    """Builds the C++ tests with the preset of the session's name, runs them, returns the folder.
 
     On x86-64 the kernels are built for two instruction sets, which between them take every branch
     of the source: they are slow to compile, all the more when instrumented. One is enough where the
@@ -135,12 +137,51 @@ def test_preset(session: nox.Session, **environment: str) -> None:
     """
     build_tools(session)
     folder = build_folder(session)
-    options = [f"-DPython_EXECUTABLE={session.bin}/python"]
+    given = [f"-DPython_EXECUTABLE={session.bin}/python", *options]
     if platform.machine() in ("x86_64", "AMD64"):
         isas = "v3" if session.name in ("tsan", "ubsan") else "v4_bf16;v3"
-        options.append(f"-DFLASHATTN_CPU_ISAS={isas}")
-    configure_and_build(session, folder, session.name, *options)
+        given.append(f"-DFLASHATTN_CPU_ISAS={isas}")
+    configure_and_build(session, folder, session.name, *given)
     session.run("ctest", "--test-dir", str(folder), "--output-on-failure", env=environment)
+    return folder
+
+
+# Of the suite, what sanitizers see from Python: arguments, errors, options, threads.
+SANITIZED_TESTS = tuple(
+    f"tests/test_{name}.py" for name in ("api", "errors", "threads", "merge", "dropout_mask")
+)
+
+
+def run_sanitized(
+    session: nox.Session, preload: str, tests: tuple[str, ...], **environment: str
+) -> None:
+    """C++ tests and Python tests with the preset of the session's name.
+
+    preload: the sanitizer's library, where it has to be there before a Python that was built
+    without it. On Linux.
+    """
+    session.install("nanobind>=3.1", "numpy", "pytest-xdist", *WHEEL_TEST_PACKAGES)
+    folder = test_preset(session, "-DFLASHATTN_BUILD_PYTHON=ON", **environment)
+    if not sys.platform.startswith("linux"):
+        return
+    site = folder / "site"
+    shutil.copytree(ROOT / "python", site, dirs_exist_ok=True)
+    install = ("cmake", "--install", str(folder), "--component", "python", "--prefix", str(site))
+    session.run(*install, silent=True)
+    environment |= {"PYTHONPATH": str(site), "PYTHONMALLOC": "malloc"}
+    # Python itself frees little at its end.
+    environment["ASAN_OPTIONS"] = f"{environment.get('ASAN_OPTIONS', '')}:detect_leaks=0"
+    if preload:
+        # And the C++ library, whose throw a sanitizer wants to find at its start.
+        names = (preload, "libstdc++.so")
+        environment["LD_PRELOAD"] = " ".join(compilers_library(session, name) for name in names)
+    session.run("pytest", "-q", "-n", jobs(), *tests, env=environment)
+
+
+def compilers_library(session: nox.Session, name: str) -> str:
+    """The path of one of the compiler's own libraries."""
+    found = session.run("c++", f"-print-file-name={name}", external=True, silent=True)
+    return str(found).strip()
 
 
 @nox.session
@@ -151,20 +192,24 @@ def dev(session: nox.Session) -> None:
 
 @nox.session
 def asan(session: nox.Session) -> None:
-    """The C++ tests under AddressSanitizer and LeakSanitizer."""
-    test_preset(session, ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1")
+    """C++ tests under AddressSanitizer and LeakSanitizer, core Python tests under the first."""
+    options = "detect_leaks=1:detect_stack_use_after_return=1"
+    run_sanitized(session, "libasan.so", SANITIZED_TESTS, ASAN_OPTIONS=options)
 
 
 @nox.session
 def ubsan(session: nox.Session) -> None:
-    """The C++ tests under UndefinedBehaviorSanitizer."""
-    test_preset(session, UBSAN_OPTIONS="print_stacktrace=1")
+    """C++ tests and core Python tests under UndefinedBehaviorSanitizer."""
+    run_sanitized(session, "", SANITIZED_TESTS, UBSAN_OPTIONS="print_stacktrace=1")
 
 
 @nox.session
 def tsan(session: nox.Session) -> None:
-    """The C++ tests under ThreadSanitizer."""
-    test_preset(session, TSAN_OPTIONS="halt_on_error=1")
+    """C++ tests and threads from Python under ThreadSanitizer, which has no threads after fork."""
+    # In one process: a report at the end of a worker's would be lost.
+    tests = ("tests/test_threads.py", "-k", "not fork", "-n", "0")
+    options = f"halt_on_error=1:suppressions={ROOT / 'tests' / 'tsan.supp'}"
+    run_sanitized(session, "libtsan.so", tests, TSAN_OPTIONS=options)
 
 
 @nox.session
@@ -280,13 +325,14 @@ METAL_TOOLS = ("ziglang==0.17.1", "pip")
 SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,random:3/fifo"
 # Tests that know no `target`; the rest of the suite has nothing to do with a backend.
 SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
-SURFACE_TESTS += ("torch", "metal_torch", "tune")
+SURFACE_TESTS += ("errors_torch", "torch", "metal_torch", "tune")
 # Forward and backward as such: besides the checked run on one device a test, as all files have it,
-# they take two more, one with each kind of kernel. `simulated_devices` gives every file all five.
+# they take one more, with staged kernels. `simulated_devices` gives every file all five, with both
+# kinds of kernels.
 PLAIN_TESTS = ("forward", "backward", "visibility", "nan", "decode")
 # Under the checker these run the kernels that calls choose, the other files the staged ones:
 # options on register kernels are tests/metal's to check, and the random problems'.
-CHOSEN_KERNELS = (*PLAIN_TESTS, "determinism", "kvcache", "metal_kernels", "varlen")
+CHOSEN_KERNELS = (*PLAIN_TESTS, "kvcache", "metal_kernels", "varlen")
 STAGED = {"FLASHATTN_METAL_KERNELS": "staged"}
 # Random problems, which run in sizes that need few kernels to be compiled.
 RANDOM_TESTS = ("test_properties", "test_option_space")
@@ -364,13 +410,14 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
     environment |= {"FLASHATTN_TEST_BACKENDS": "metal"}
     devices = {"FLASHATTN_TEST_SIMULATED": SIMULATED_DEVICES}
     chosen = [str(ROOT / f"tests/test_{name}.py") for name in CHOSEN_KERNELS]
-    staged = sorted(set(behaviour) - set(chosen))
-    checked = devices | {"FLASHATTN_TEST_ROTATE": "0"}
-    session.run(*pytest, *chosen, env=environment | checked)
-    session.run(*pytest, *staged, env=environment | checked | STAGED)
+    determinism = str(ROOT / "tests/test_determinism.py")  # makes many calls to compare their bits
+    staged = sorted(set(behaviour) - {*chosen, determinism})
+    one, others = devices | {"FLASHATTN_TEST_ROTATE": "0"}, environment | devices | unchecked
+    session.run(*pytest, *chosen, env=environment | one)
+    session.run(*pytest, *staged, env=environment | one | STAGED)
+    bits = one if session.name == "simulated_devices" else one | unchecked
+    session.run(*pytest, determinism, env=environment | bits)
     plain = [f"tests/test_{name}.py" for name in PLAIN_TESTS]
-    others = environment | devices | unchecked
-    session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "1"})
     session.run(*pytest, *plain, env=others | {"FLASHATTN_TEST_ROTATE": "2"} | STAGED)
     if session.name == "simulated_devices":
         every = others | {"FLASHATTN_TEST_ROTATE": "0,1,2,3,4"}

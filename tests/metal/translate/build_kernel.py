@@ -8,6 +8,7 @@ leaves the translated C++ beside the output.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import shutil
@@ -101,6 +102,26 @@ def translate(
     return f'#include "metal_sim.h"\n{body}{tables(rewriter.program)}'
 
 
+def compile_command(clang: list[str], flags: list[str], source: Path, target: Path) -> list[str]:
+    """How a translated program, or a part of every module, is compiled."""
+    command = [*clang, *target_flags(clang), *COMPILE, *flags, f"-I{RUNTIME / 'msl'}"]
+    return [*command, "-c", str(source), "-o", str(target)]
+
+
+def shared_object(clang: list[str], source: Path, folder: Path) -> Path:
+    """The object of a source that every module holds, compiled once per folder and compiler."""
+    command = compile_command(clang, [], source, Path())
+    digest = hashlib.sha256("\0".join(command).encode())
+    for path in (source, RUNTIME / "kernel_abi.h"):
+        digest.update(path.read_bytes())
+    target = folder / f"{source.stem}-{digest.hexdigest()[:32]}.o"
+    if not target.exists():
+        private = target.with_suffix(f".{os.getpid()}.o")
+        run(compile_command(clang, [], source, private))
+        private.rename(target)
+    return target
+
+
 def build(options: argparse.Namespace) -> None:
     clang = find_clang(options.clang)
     output = Path(options.output)
@@ -110,29 +131,13 @@ def build(options: argparse.Namespace) -> None:
     )
     cpp = output.with_suffix(".cpp")
     cpp.write_text(text)
-    sources = [cpp, RUNTIME / "msl" / "support.cpp"]
+    target = output.with_suffix(".o")
+    run(compile_command(clang, CHECK if options.check else [], cpp, target))
+    objects = [target, shared_object(clang, RUNTIME / "msl" / "support.cpp", output.parent)]
     if options.check:
-        sources.append(CHECKER / "hooks.cpp")
-    objects = []
-    for number, item in enumerate(sources):
-        target = output.with_suffix(f".{number}.o")
-        flags = COMPILE + (CHECK if options.check and number == 0 else [])
-        run(
-            [
-                *clang,
-                *target_flags(clang),
-                *flags,
-                f"-I{RUNTIME / 'msl'}",
-                "-c",
-                str(item),
-                "-o",
-                str(target),
-            ]
-        )
-        objects.append(str(target))
-    run([*linker(clang), "-o", str(output), *objects])
-    for path in objects:
-        os.remove(path)
+        objects.append(shared_object(clang, CHECKER / "hooks.cpp", output.parent))
+    run([*linker(clang), "-o", str(output), *map(str, objects)])
+    target.unlink()
     if not options.keep:
         os.remove(cpp)
 
