@@ -423,12 +423,12 @@ def simulated_suite(session: nox.Session, environment: dict[str, str]) -> None:
         every = others | {"FLASHATTN_TEST_ROTATE": "0,1,2,3,4"}
         session.run(*pytest, *behaviour, env=every)
         session.run(*pytest, *behaviour, env=every | STAGED)
-    # 250 random problems a property and 300 of the whole option space, on one more device, on
-    # staged kernels: docs/tolerances.md says where register kernels are a rounding over the rule.
+    # 250 random problems a property and 300 of the whole option space, on one more device, on the
+    # kernels that calls choose.
     many = {"FLASHATTN_HYPOTHESIS": "simulated", "FLASHATTN_TEST_SIMULATED": "random:4/random"}
     problems = [f"tests/{name}.py" for name in RANDOM_TESTS]
     covered = "--deselect=tests/test_properties.py::test_score_modifiers"  # by the option space
-    session.run(*pytest, *problems, covered, env=environment | unchecked | many | STAGED)
+    session.run(*pytest, *problems, covered, env=environment | unchecked | many)
 
 
 @nox.session

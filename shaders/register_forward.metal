@@ -5,7 +5,7 @@
 //   for each block of block_k keys:
 //     S = Q K^T                                           fragments
 //     m' = max(m, rowmax(S)) where that rises by more than max_slack, else m     (per row)
-//     P = exp2(c S - c m');  l = l * exp2(c (m - m')) + P per lane;  O likewise + P V
+//     P = exp2(c (S - m'));  l = l * exp2(c (m - m')) + P per lane;  O likewise + P V
 //   l = rowsum(l);  O = diag(1 / l) O;  L = scale m + log l
 // c = |scale| * log2(e); with a negative scale S changes its sign. With an option that changes
 // scores, S is in natural units instead, as modifiers.h makes it, and c = log2(e). A sink is where
@@ -146,7 +146,7 @@ template <typename T, typename F, uint head_tile, uint value_tile, uint row_frag
   SoftmaxState<row_fragments, lane_rows> state;
   float sink = -INFINITY;
   if (has_sinks && at.chunk == 0) sink = sinks[FLASHATTN_INT64(h) * modifiers->sinks_head];
-  start_softmax(state, sink, units.factor, map);
+  start_softmax(state, sink, map);
 
   const KeyRows<T> K_head = key_rows(key, params.key, entry, block_table, at.kv_head);
   const KeyRows<T> V_head = key_rows(value, params.value, entry, block_table, at.kv_head);

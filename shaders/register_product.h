@@ -67,38 +67,87 @@ void multiply_held(thread simdgroup_float8x8 (&product)[row_fragments][columns],
   }
 }
 
-// The same with rows read fragment by fragment, each once: all tile rows at a time.
+// Fragments [first, first + steps) of the sum below: what they come to starts `part`, or is added
+// to it one by one.
+template <uint steps, uint tile_stride, typename T, uint row_fragments, uint columns, typename F>
+__attribute__((always_inline)) void multiply_read_steps(
+    thread simdgroup_float8x8 (&part)[row_fragments][columns],
+    thread simdgroup_matrix<F, 8, 8> (&rows)[row_fragments][1], threadgroup const F* tile,
+    device const T* source, TensorStrides strides, int valid_rows, uint first, uint dim,
+    bool starts, LaneMap map) {
+#pragma clang loop unroll(full)
+  for (uint step = 0; step < steps; ++step) {
+    const uint d = first + step;
+#pragma clang loop unroll(full)
+    for (uint r = 0; r < row_fragments; ++r) {
+      load_fragment(rows[r][0], strip_pointer(source, strides, r), strides,
+                    valid_rows - int(r * kFragment), d, dim, map);
+    }
+#pragma clang loop unroll(full)
+    for (uint j = 0; j < columns; ++j) {
+      simdgroup_matrix<F, 8, 8> factor;
+      load_transposed<tile_stride>(factor, tile, j, d);
+#pragma clang loop unroll(full)
+      for (uint r = 0; r < row_fragments; ++r) {
+        multiply_step(part[r][j], rows[r][0], factor, starts && step == 0);
+      }
+    }
+  }
+}
+
+// The next `steps` fragments, from `first` on: as a part of the sum or, of 16-bit inputs, in its
+// one chain.
+template <uint steps, bool in_parts, uint tile_stride, typename T, uint row_fragments, uint columns,
+          typename F>
+__attribute__((always_inline)) void multiply_read_part(
+    thread simdgroup_float8x8 (&product)[row_fragments][columns],
+    thread simdgroup_matrix<F, 8, 8> (&rows)[row_fragments][1], threadgroup const F* tile,
+    device const T* source, TensorStrides strides, int valid_rows, uint first, uint dim,
+    LaneMap map) {
+  if (!in_parts) {
+    multiply_read_steps<steps, tile_stride>(product, rows, tile, source, strides, valid_rows, first,
+                                            dim, false, map);
+    return;
+  }
+  simdgroup_float8x8 part[row_fragments][columns];
+  multiply_read_steps<steps, tile_stride>(part, rows, tile, source, strides, valid_rows, first, dim,
+                                          true, map);
+#pragma clang loop unroll(full)
+  for (uint r = 0; r < row_fragments; ++r) {
+#pragma clang loop unroll(full)
+    for (uint j = 0; j < columns; ++j) add_part(product[r][j], part[r][j], false);
+  }
+}
+
+// The same with rows read fragment by fragment, each once: all tile rows at a time. Where elements
+// of a long row are converted on the way, the loop stays one: unrolled it would load far ahead,
+// into registers that there are not.
 template <typename T, uint count, uint tile_stride, uint row_fragments, uint columns, typename F>
 void multiply_read(thread simdgroup_float8x8 (&product)[row_fragments][columns],
                    thread simdgroup_matrix<F, 8, 8> (&rows)[row_fragments][1],
                    threadgroup const F* tile, device const T* source, TensorStrides strides,
                    int valid_rows, uint dim, LaneMap map) {
-  constexpr uint chain = chain_of<T>(count);
+  constexpr uint steps = count > 4 ? 4 : count;
+  constexpr uint rest = count % steps;
+  constexpr bool in_parts = chain_of<T>(count) != count;
+  multiply_read_steps<steps, tile_stride>(product, rows, tile, source, strides, valid_rows, 0, dim,
+                                          true, map);
+  if (SameType<F, T>::value == 1 || count <= 16) {
 #pragma clang loop unroll(full)
-  for (uint first = 0; first < count; first += chain) {
-    simdgroup_float8x8 part[row_fragments][columns];
-#pragma clang loop unroll(full)
-    for (uint d = first; d < min(first + chain, count); ++d) {
-#pragma clang loop unroll(full)
-      for (uint r = 0; r < row_fragments; ++r) {
-        load_fragment(rows[r][0], strip_pointer(source, strides, r), strides,
-                      valid_rows - int(r * kFragment), d, dim, map);
-      }
-#pragma clang loop unroll(full)
-      for (uint j = 0; j < columns; ++j) {
-        simdgroup_matrix<F, 8, 8> factor;
-        load_transposed<tile_stride>(factor, tile, j, d);
-#pragma clang loop unroll(full)
-        for (uint r = 0; r < row_fragments; ++r) {
-          multiply_step(part[r][j], rows[r][0], factor, d == first);
-        }
-      }
+    for (uint first = steps; first + steps <= count; first += steps) {
+      multiply_read_part<steps, in_parts, tile_stride>(product, rows, tile, source, strides,
+                                                       valid_rows, first, dim, map);
     }
-#pragma clang loop unroll(full)
-    for (uint r = 0; r < row_fragments; ++r) {
-#pragma clang loop unroll(full)
-      for (uint j = 0; j < columns; ++j) add_part(product[r][j], part[r][j], first == 0);
+  } else {
+#pragma clang loop unroll(disable)
+    for (uint first = steps; first + steps <= count; first += steps) {
+      multiply_read_part<steps, in_parts, tile_stride>(product, rows, tile, source, strides,
+                                                       valid_rows, first, dim, map);
     }
+  }
+  if (rest != 0) {
+    multiply_read_part<(rest > 0 ? rest : 1), in_parts, tile_stride>(
+        product, rows, tile, source, strides, valid_rows, count - rest, dim, map);
   }
 }
 

@@ -16,14 +16,14 @@ struct SoftmaxState {
 
 // sink: the head's extra logit, -INFINITY for none; it has a weight of 1 in column 0 of each row.
 template <uint row_fragments, uint lane_rows>
-void start_softmax(thread SoftmaxState<row_fragments, lane_rows>& state, float sink, float factor,
-                   LaneMap map) {
+void start_softmax(thread SoftmaxState<row_fragments, lane_rows>& state, float sink, LaneMap map) {
 #pragma clang loop unroll(full)
   for (uint r = 0; r < row_fragments; ++r) {
-    // Finite after the factor too, so that a hidden score less this maximum is -inf and not NaN.
+    // Finite, so that a hidden score less this maximum is -inf and not NaN; and no more than any
+    // finite score, which then has a weight.
 #pragma clang loop unroll(full)
     for (uint e = 0; e < lane_rows; ++e) {
-      state.row_max[r][e] = sink == -INFINITY ? -FLT_MAX / max(factor, 1.0f) : sink;
+      state.row_max[r][e] = sink == -INFINITY ? -FLT_MAX : sink;
     }
     state.row_sum[r][0] = sink != -INFINITY && map.column0 == 0 ? 1.0f : 0.0f;
     state.row_sum[r][1] = sink != -INFINITY && map.column1 == 0 ? 1.0f : 0.0f;
@@ -81,14 +81,9 @@ void raise_maxima(thread SoftmaxState<row_fragments, lane_rows>& state,
   }
 }
 
-// 2^(factor (score - row_max)). Natural scores may be as large as float goes, so their difference
-// is taken first; for products one fused instruction does it, with `shift` = -factor * row_max.
-inline float weight_of(float score, float row_max, float shift, float factor) {
-  if (changes_scores()) return fast::exp2((score - row_max) * factor);
-  return fast::exp2(fma(score, factor, shift));
-}
-
-// S becomes P in place.
+// S becomes P = exp2(factor (S - row_max)) in place. The difference is taken before it is scaled:
+// it is exact near the maximum, so that a row's largest score has a weight of 1 and not of
+// nearly 1.
 template <uint row_fragments, uint lane_rows, uint columns>
 void exponentiate(thread simdgroup_float8x8 (&S)[row_fragments][columns],
                   thread SoftmaxState<row_fragments, lane_rows>& state, float factor) {
@@ -98,8 +93,8 @@ void exponentiate(thread simdgroup_float8x8 (&S)[row_fragments][columns],
     const float max1 = state.row_max[r][lane_rows - 1];
 #pragma clang loop unroll(full)
     for (uint j = 0; j < columns; ++j) {
-      const float p0 = weight_of(S[r][j].thread_elements()[0], max0, -(max0 * factor), factor);
-      const float p1 = weight_of(S[r][j].thread_elements()[1], max1, -(max1 * factor), factor);
+      const float p0 = fast::exp2((S[r][j].thread_elements()[0] - max0) * factor);
+      const float p1 = fast::exp2((S[r][j].thread_elements()[1] - max1) * factor);
       state.row_sum[r][0] += p0;
       state.row_sum[r][1] += p1;
       S[r][j].thread_elements()[0] = p0;

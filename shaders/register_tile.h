@@ -181,24 +181,26 @@ void store_strip_rows(thread simdgroup_float8x8 (&strip)[columns], device T* tar
                       bool accumulate, LaneMap map) {
   const bool exists0 = full_rows || int(map.row0) < valid_rows;
   const bool exists1 = full_rows || int(map.row1) < valid_rows;
-  device T* row0 = target + FLASHATTN_INT64(map.row0) * strides.row;
-  device T* row1 = target + FLASHATTN_INT64(map.row1) * strides.row;
+  // Stepped along the rows: an address for each element would take a register for each.
+  const FLASHATTN_INT64 step = FLASHATTN_INT64(kFragment) * strides.dim;
+  device T* at0 =
+      target + FLASHATTN_INT64(map.row0) * strides.row + FLASHATTN_INT64(map.column0) * strides.dim;
+  device T* at1 =
+      target + FLASHATTN_INT64(map.row1) * strides.row + FLASHATTN_INT64(map.column1) * strides.dim;
 #pragma clang loop unroll(full)
   for (uint d = 0; d < columns; ++d) {
-    const uint column0 = d * kFragment + map.column0;
-    const uint column1 = d * kFragment + map.column1;
-    if (exists0 && (exact_tiles || column0 < dim)) {
-      device T* at = row0 + FLASHATTN_INT64(column0) * strides.dim;
+    if (exists0 && (exact_tiles || d * kFragment + map.column0 < dim)) {
       float x = strip[d].thread_elements()[0] * factor0;
-      if (accumulate) x += to_float(*at);
-      store_float(at, x);
+      if (accumulate) x += to_float(*at0);
+      store_float(at0, x);
     }
-    if (exists1 && (exact_tiles || column1 < dim)) {
-      device T* at = row1 + FLASHATTN_INT64(column1) * strides.dim;
+    if (exists1 && (exact_tiles || d * kFragment + map.column1 < dim)) {
       float x = strip[d].thread_elements()[1] * factor1;
-      if (accumulate) x += to_float(*at);
-      store_float(at, x);
+      if (accumulate) x += to_float(*at1);
+      store_float(at1, x);
     }
+    at0 += step;
+    at1 += step;
   }
 }
 

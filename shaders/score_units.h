@@ -28,11 +28,7 @@ inline ScoreUnits score_units(float scale, float scale_log2e) {
   return units;
 }
 
-// Log-sum-exp of a row. Where weights were taken from factor * row_max rounded, what that rounding
-// added to their sum comes off again.
+// Log-sum-exp of a row; without a weight it saw no key.
 inline float row_lse(float row_max, float row_sum, ScoreUnits units) {
-  if (row_sum == 0.0f) return -INFINITY;
-  if (changes_scores()) return row_max + log(row_sum);
-  const float rounding = fma(row_max, units.factor, -(row_max * units.factor));
-  return fma(units.scale, row_max, log(row_sum) - rounding * M_LN2_F);
+  return row_sum == 0.0f ? -INFINITY : fma(units.scale, row_max, log(row_sum));
 }

@@ -85,12 +85,13 @@ BOOST_AUTO_TEST_CASE(chunks_follow_the_longest_entry) {
 // split.
 BOOST_AUTO_TEST_CASE(chunks_are_whole_blocks) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-    for (const int tile : {16, 64, 80, 128}) {
+    for (const int tile : {16, 64, 80, 128, 256}) {
       const metal::KernelKey key{.dtype = dtype, .head_tile = tile, .value_tile = tile};
       const metal::KernelKey split = *choose_split(key, 8, kApple);
       BOOST_TEST(metal::kChunkKeys % split.block_columns == 0);
       BOOST_TEST(split.block_columns == choose_register(key, 1000, kApple)->block_columns);
       BOOST_TEST(split.registers.simdgroups == 4);
+      BOOST_TEST(split.registers.held == (tile < 256));
       BOOST_TEST(choose_split(key, 1, kApple)->registers.simdgroups == 1);
     }
   }

@@ -26,7 +26,7 @@ from shader_cases import (
     widen,
     worst_error,
 )
-from shader_options import ShaderOptions
+from shader_options import MIXED, ShaderOptions
 from simulator import Simulator
 from test_shaders import MAPS, ROUNDINGS, SCHEDULES
 
@@ -153,6 +153,59 @@ def test_a_lagging_maximum(problem: str, slack: float, simulator: Simulator) -> 
     run_register(library, register, last, tensors, options)
     np.testing.assert_array_equal(tensors.arrays["out"], results["out"][:, -3:])
     np.testing.assert_array_equal(tensors.arrays["lse"], results["lse"][:, :, -3:])
+
+
+@pytest.mark.parametrize("scale", [0.37, 5.3, -11.0])
+@pytest.mark.parametrize("options", ["", "softcap", "alibi"])
+def test_one_key_is_the_result(options: str, scale: float, simulator: Simulator) -> None:
+    """Bit for bit: its weight is 1."""
+    case = replace(BASE, seqlen_k=1, causal=False, scale=scale)
+    case = replace(case, options=OPTIONS[options] if options else ShaderOptions())
+    results = run(simulator, fitting("forward", case), case)
+    value = make_tensors(case).arrays["value"]
+    np.testing.assert_array_equal(results["out"], np.broadcast_to(value, results["out"].shape))
+
+
+def test_rows_of_the_lowest_finite_values(simulator: Simulator) -> None:
+    """A value like any other: all keys weigh the same."""
+    case = replace(BASE, causal=False, options=ShaderOptions(mask="float32", mask_axes="k"))
+    register = fitting("forward", case)
+    tensors = make_tensors(case)
+    lowest = np.finfo(np.float32).min
+    tensors.arrays["mask"][...] = lowest
+    tensors.arrays["mask_tiles"][...] = MIXED
+    for dispatch in run_register(
+        compile_launch(simulator, register.launch()), register, case, tensors
+    ):
+        assert dispatch.reports == []
+    mean = tensors.arrays["value"].mean(axis=1, dtype=np.float64, keepdims=True)
+    np.testing.assert_allclose(
+        tensors.arrays["out"], np.broadcast_to(mean, tensors.arrays["out"].shape), atol=1e-6
+    )
+    np.testing.assert_array_equal(tensors.arrays["lse"], lowest)
+
+
+WIDEST = {"block": 8, "simdgroups": 2, "held": False, "value_held": False}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("forward", "float32"),
+        ("backward_dq", "float32"),
+        ("backward_dv", "float32"),
+        ("backward_dk", "float32"),
+        ("backward_dk", "bfloat16"),
+    ],
+)
+def test_widest_tiles(kernel: str, dtype: str, simulator: Simulator) -> None:
+    """Above 128, in blocks as the host takes them: one tile that rows do not fill, one narrower."""
+    case = replace(BASE, head_dim=250, value_dim=184, dtype=dtype)
+    register = fitting(kernel, case, **WIDEST)
+    results = run(simulator, register, case)
+    assert_right(register, case, results)
+    vectors = run(simulator, register, case, Options(unchecked=False))
+    assert bits(vectors) == bits(results)
 
 
 @pytest.mark.parametrize("options", [Options(vectors=False), Options(unchecked=False)], ids=str)

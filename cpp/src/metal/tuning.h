@@ -45,10 +45,9 @@ Geometry choose_geometry(const AttentionProblem& problem, const DeviceFacts& fac
 inline constexpr float kMaxSlack = 8.0F;
 
 // A register kernel for one product of the pass, or nothing where the staged one has to do: the
-// lane map is not known, a tile is larger than kMaxRegisterTile, or the device is too small. `key`
-// has kind, dtype, tiles and options; what comes back has a block and a variant too, with all rows
-// full. The block's columns, and so the bits of the result, depend on dtype and tiles alone.
-inline constexpr int kMaxRegisterTile = 128;
+// lane map is not known, the tuning table says so, or the device is too small. `key` has kind,
+// dtype, tiles and options; what comes back has a block and a variant too, with all rows full. The
+// block's columns, and so the bits of the result, depend on dtype and tiles alone.
 std::optional<KernelKey> choose_register(KernelKey key, std::int64_t rows,
                                          const DeviceFacts& facts);
 

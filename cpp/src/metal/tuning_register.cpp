@@ -28,10 +28,11 @@ std::optional<KernelKey> choose_register(KernelKey key, std::int64_t rows,
                                          const DeviceFacts& facts) {
   const LaneMap map = facts.map_of(key.dtype);
   const int tile = std::max(key.head_tile, key.value_tile);
-  if (map == LaneMap::kUnknown || tile > kMaxRegisterTile) return std::nullopt;
+  if (map == LaneMap::kUnknown) return std::nullopt;
   // The fused kernel needs more registers with Apple's map written out than with the map it learns.
   const bool apple = map == LaneMap::kApple && key.kind != KernelKind::kBackwardDkv;
-  const TuningSlot slot{.kind = key.kind, .dtype = key.dtype, .wide = tile > 64, .apple = apple};
+  const TuningSlot slot{
+      .kind = key.kind, .dtype = key.dtype, .width = width_of(tile), .apple = apple};
   const TuningChoice shape = facts.tuning ? facts.tuning->choice(slot) : shipped_choice(slot);
   if (!shape) return std::nullopt;
   key.block_columns = shape->columns;
@@ -55,7 +56,9 @@ std::optional<KernelKey> choose_split(KernelKey key, std::int64_t heads_per_kv,
   std::optional<KernelKey> chosen = choose_register(key, 1, facts);
   if (!chosen) return chosen;
   RegisterVariant& variant = chosen->registers;
-  variant.held = true;
+  // Q takes registers that rows of the widest tiles have not.
+  const int tile = std::max(key.head_tile, key.value_tile);
+  if (width_of(tile) != kWidths.back()) variant.held = true;
   variant.full_rows = false;
   variant.split = true;
   // Two sizes, so that few kernels are compiled.

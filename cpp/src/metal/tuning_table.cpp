@@ -10,8 +10,8 @@ namespace flashattn::metal {
 namespace {
 
 constexpr std::string_view kFirstLine = "flashattn tuning 1";
-constexpr int kNarrowTile = 64;
-constexpr int kWideTile = 128;
+constexpr int kNarrow = kWidths.front();
+constexpr int kWidest = kWidths.back();
 constexpr std::int64_t kThreadgroupMemory = 32768;  // bytes, of every supported GPU
 
 constexpr std::array<KernelKind, 5> kKinds = {KernelKind::kForward, KernelKind::kBackwardDq,
@@ -34,14 +34,11 @@ const char* name_of(KernelKind kind) {
   }
 }
 
-int largest_tile(const TuningSlot& slot) { return slot.wide ? kWideTile : kNarrowTile; }
-
 bool fits(const TuningSlot& slot, const RegisterShape& shape) {
-  const int tile = largest_tile(slot);
   const KernelKey key{.kind = slot.kind,
                       .dtype = slot.dtype,
-                      .head_tile = tile,
-                      .value_tile = tile,
+                      .head_tile = slot.width,
+                      .value_tile = slot.width,
                       .block_columns = shape.columns,
                       .registers = {.row_fragments = shape.row_fragments,
                                     .simdgroups = shape.simdgroups,
@@ -54,21 +51,40 @@ bool fits(const TuningSlot& slot, const RegisterShape& shape) {
 // Slots that exist: the fused kernel is for narrow tiles and learns its map, because with Apple's
 // written out it needs more registers.
 bool exists(const TuningSlot& slot) {
-  return slot.kind != KernelKind::kBackwardDkv || (!slot.wide && !slot.apple);
+  return slot.kind != KernelKind::kBackwardDkv || (slot.width == kNarrow && !slot.apple);
 }
 
+// Sums alone fill half the registers: what they are made of is read again for every block.
+RegisterShape widest_shape(const TuningSlot& slot) {
+  const bool forward = slot.kind == KernelKind::kForward;
+  const bool half = slot.dtype == DType::kFloat16;
+  const int columns = half && (forward || slot.kind == KernelKind::kBackwardDq) ? 16 : 8;
+  return {columns, 1, 8, false, forward};
+}
+
+// Kernels that would need more than 128 registers: those of the widest tiles, three of them by a
+// map that they learn.
+bool ships_staged(const TuningSlot& slot) {
+  if (slot.width != kWidest || slot.apple) return false;
+  if (slot.kind == KernelKind::kBackwardDk) return slot.dtype != DType::kBFloat16;
+  return slot.kind == KernelKind::kBackwardDq && slot.dtype == DType::kFloat16;
+}
+
+// The shipped register kernel, or what comes closest to one.
 RegisterShape shipped_shape(const TuningSlot& slot) {
+  if (slot.width == kWidest) return widest_shape(slot);
+  const bool narrow = slot.width == kNarrow;
   const bool half = slot.dtype == DType::kFloat16;
   switch (slot.kind) {
     case KernelKind::kForward:
-      if (!slot.wide)
+      if (narrow)
         return slot.apple ? RegisterShape{32, 2, 4, true, true}
                           : RegisterShape{32, 1, 8, true, true};
       if (half) return {32, 1, 8, true, true};
       return slot.apple ? RegisterShape{16, 2, 8, false, true}
                         : RegisterShape{16, 1, 8, true, true};
     case KernelKind::kBackwardDq:
-      if (!slot.wide || half) return {32, 1, 8, true, true};
+      if (narrow || half) return {32, 1, 8, true, true};
       return {16, 1, 8, true, false};
     case KernelKind::kBackwardDk:
       return {16, 1, 8, true, half};
@@ -82,9 +98,9 @@ RegisterShape shipped_shape(const TuningSlot& slot) {
 std::optional<TuningSlot> slot_named(std::string_view name) {
   for (const KernelKind kind : kKinds) {
     for (const DType dtype : kTypes) {
-      for (const bool wide : {false, true}) {
+      for (const int width : kWidths) {
         for (const bool apple : {false, true}) {
-          const TuningSlot slot{.kind = kind, .dtype = dtype, .wide = wide, .apple = apple};
+          const TuningSlot slot{.kind = kind, .dtype = dtype, .width = width, .apple = apple};
           if (exists(slot) && to_string(slot) == name) return slot;
         }
       }
@@ -95,9 +111,11 @@ std::optional<TuningSlot> slot_named(std::string_view name) {
 
 }  // namespace
 
+int width_of(int tile) { return *std::lower_bound(kWidths.begin(), kWidths.end(), tile); }
+
 std::string to_string(const TuningSlot& slot) {
   return std::string(name_of(slot.kind)) + " " + std::string(dtype_name(slot.dtype)) + " " +
-         std::to_string(largest_tile(slot)) + (slot.apple ? " apple" : " any");
+         std::to_string(slot.width) + (slot.apple ? " apple" : " any");
 }
 
 std::string to_string(const TuningSlot& slot, const TuningChoice& choice) {
@@ -115,10 +133,10 @@ std::vector<TuningSlot> tuning_slots(const DeviceFacts& facts) {
   for (const DType dtype : kTypes) {
     const LaneMap map = facts.map_of(dtype);
     if (map == LaneMap::kUnknown) continue;
-    for (const bool wide : {false, true}) {
+    for (const int width : kWidths) {
       for (const KernelKind kind : kKinds) {
         const bool apple = map == LaneMap::kApple && kind != KernelKind::kBackwardDkv;
-        const TuningSlot slot{.kind = kind, .dtype = dtype, .wide = wide, .apple = apple};
+        const TuningSlot slot{.kind = kind, .dtype = dtype, .width = width, .apple = apple};
         if (exists(slot)) slots.push_back(slot);
       }
     }
@@ -126,17 +144,24 @@ std::vector<TuningSlot> tuning_slots(const DeviceFacts& facts) {
   return slots;
 }
 
-TuningChoice shipped_choice(const TuningSlot& slot) { return shipped_shape(slot); }
+TuningChoice shipped_choice(const TuningSlot& slot) {
+  if (ships_staged(slot)) return std::nullopt;
+  return shipped_shape(slot);
+}
 
-// One size at a time away from the shipped choice: the sizes matter nearly independently.
+// One size at a time away from the shipped choice: the sizes matter nearly independently. The
+// widest tiles leave no registers for more rows or for held ones.
 std::vector<TuningChoice> candidates(const TuningSlot& slot) {
   const RegisterShape shipped = shipped_shape(slot);
-  std::vector<TuningChoice> found = {shipped};
-  const auto add = [&](RegisterShape shape) {
-    const bool known = std::find(found.begin(), found.end(), TuningChoice(shape)) != found.end();
-    if (!known && fits(slot, shape)) found.emplace_back(shape);
+  const bool widest = slot.width == kWidest;
+  std::vector<TuningChoice> found = {shipped_choice(slot)};
+  const auto add = [&](const TuningChoice& choice) {
+    const bool known = std::find(found.begin(), found.end(), choice) != found.end();
+    if (!known && (!choice || fits(slot, *choice))) found.push_back(choice);
   };
-  for (const int columns : {16, 32}) {
+  add(shipped);
+  for (const int columns : {8, 16, 32}) {
+    if (columns == 8 && !widest) continue;
     RegisterShape other = shipped;
     other.columns = columns;
     add(other);
@@ -146,20 +171,22 @@ std::vector<TuningChoice> candidates(const TuningSlot& slot) {
     other.simdgroups = simdgroups;
     add(other);
   }
-  for (const int fragments : {1, 2}) {
+  if (!widest) {
+    for (const int fragments : {1, 2}) {
+      RegisterShape other = shipped;
+      other.row_fragments = fragments;
+      add(other);
+    }
     RegisterShape other = shipped;
-    other.row_fragments = fragments;
+    other.held = !shipped.held;
     add(other);
+    if (slot.kind != KernelKind::kForward) {
+      other = shipped;
+      other.value_held = !shipped.value_held;
+      add(other);
+    }
   }
-  RegisterShape other = shipped;
-  other.held = !shipped.held;
-  add(other);
-  if (slot.kind != KernelKind::kForward) {
-    other = shipped;
-    other.value_held = !shipped.value_held;
-    add(other);
-  }
-  found.emplace_back(std::nullopt);
+  add(std::nullopt);
   return found;
 }
 

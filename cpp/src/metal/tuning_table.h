@@ -4,6 +4,7 @@
 // and in the order of sums, never in what they compute. Plain C++20, tested on every machine.
 #pragma once
 
+#include <array>
 #include <compare>
 #include <map>
 #include <optional>
@@ -30,17 +31,21 @@ struct RegisterShape {
 // A register kernel, or nothing: the staged kernel, and for dK and dV together two kernels.
 using TuningChoice = std::optional<RegisterShape>;
 
+// Kernels are chosen for three ranges of tiles, by their ends.
+inline constexpr std::array<int, 3> kWidths = {64, 128, 256};
+int width_of(int tile);
+
 // What a choice is made for.
 struct TuningSlot {
   KernelKind kind = KernelKind::kForward;
   DType dtype = DType::kFloat32;
-  bool wide = false;   // the larger tile is above 64
-  bool apple = false;  // by kernels for Apple's lane map, else by those that learn the map
+  int width = kWidths.front();  // of kWidths: the larger tile is not above it
+  bool apple = false;           // by kernels for Apple's lane map, else by those that learn the map
 
   auto operator<=>(const TuningSlot&) const = default;
 };
 
-// "forward float32 64 apple"; the number is the largest tile of the slot.
+// "forward float32 64 apple"; the number is the width.
 std::string to_string(const TuningSlot& slot);
 
 // "c32f2s4hv": columns, fragments, simdgroups, held, value held; "staged" or "split" for nothing.

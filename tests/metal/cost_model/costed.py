@@ -23,7 +23,7 @@ class Costed:
 
 def staged_kernels() -> list[Costed]:
     found = []
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         for kernel in ("forward", "backward_dq", "backward_dv", "backward_dk"):
             launch = staged(Case(head_dim=dim, value_dim=dim), kernel)
             found.append(Costed(f"staged_{kernel} float32 D={dim}", launch, dim, "float32"))
@@ -33,6 +33,7 @@ def staged_kernels() -> list[Costed]:
 # Instances by head dimension: those for Apple's lane map, and the forward kernel for any map.
 APPLE = {"exchange": "apple"}
 WIDE = {"row_fragments": 2, "block": 32, "simdgroups": 4}
+WIDEST = {"block": 8, "simdgroups": 8, "held": False, "value_held": False}
 REGISTER = {
     64: [
         ("forward", "float32", {**WIDE, **APPLE}),
@@ -58,6 +59,17 @@ REGISTER = {
         ("backward_dk", "float32", {"block": 16, "simdgroups": 8, "value_held": False, **APPLE}),
         ("backward_dv", "float16", {"block": 32, "simdgroups": 8, **APPLE}),
         ("backward_dk", "float16", {"block": 16, "simdgroups": 8, **APPLE}),
+    ],
+    256: [
+        ("forward", "float32", {**WIDEST, **APPLE}),
+        ("forward", "float16", {**WIDEST, "block": 16, **APPLE}),
+        ("forward", "bfloat16", {**WIDEST, **APPLE}),
+        ("backward_dq", "float32", {**WIDEST, **APPLE}),
+        ("backward_dv", "float32", {**WIDEST, **APPLE}),
+        ("backward_dk", "float32", {**WIDEST, **APPLE}),
+        ("backward_dq", "float16", {**WIDEST, "block": 16, **APPLE}),
+        ("backward_dv", "float16", {**WIDEST, **APPLE}),
+        ("backward_dk", "float16", {**WIDEST, **APPLE}),
     ],
 }
 SLACK = 8.0  # as cpp/src/metal/tuning.h has it
