@@ -34,7 +34,9 @@ PlainResult run(const Call& call, Storage storage, const Reference& inputs,
   const Arrays<Real> at{query.pointer(), key.pointer(),   value.pointer(), dout.pointer(),
                         out.pointer(),   dq.pointer(),    dk.pointer(),    dv.pointer(),
                         shift.pointer(), total.pointer(), delta.pointer(), lse.pointer()};
-  const auto blocks = [](int length) { return static_cast<unsigned>((length + kOwn - 1) / kOwn); };
+  const auto blocks = [](int length) {
+    return static_cast<unsigned>((length + kOwnRows - 1) / kOwnRows);
+  };
   own_rows<Rule, dim><<<dim3(blocks(p.seqlen_q), p.query_heads), kThreads>>>(call, at);
   CHECK_CUDA(cudaGetLastError());
   own_keys<Rule, dim><<<dim3(blocks(p.seqlen_k), p.kv_heads), kThreads>>>(call, at);

@@ -14,7 +14,7 @@
 
 namespace plain {
 
-constexpr int kOwn = 8;
+constexpr int kOwnRows = 8;
 constexpr int kThreads = 256;
 
 struct Exact {
@@ -57,27 +57,27 @@ __device__ Rows<T> head_of(T* tensor, int head, int heads, int dim) {
 
 // Sums of products of the threadblock's own rows with one row of the other side.
 template <int dim, class Real, class Other>
-__device__ void dots(Real (&sum)[kOwn], const Real (&own)[kOwn][dim], Other other) {
-  for (int r = 0; r < kOwn; ++r) sum[r] = 0;
+__device__ void dots(Real (&sum)[kOwnRows], const Real (&own)[kOwnRows][dim], Other other) {
+  for (int r = 0; r < kOwnRows; ++r) sum[r] = 0;
 #pragma unroll 8
   for (int d = 0; d < dim; ++d) {
     const Real x = other(d);
 #pragma unroll
-    for (int r = 0; r < kOwn; ++r) sum[r] += own[r][d] * x;
+    for (int r = 0; r < kOwnRows; ++r) sum[r] += own[r][d] * x;
   }
 }
 
 // The elements of own results that a thread has: rows first + n * groups, column d.
 template <int dim>
 struct Share {
-  static constexpr int groups = kThreads / dim, rows = kOwn / groups;
+  static constexpr int groups = kThreads / dim, rows = kOwnRows / groups;
   int d, first;
   __device__ Share() : d(threadIdx.x % dim), first(threadIdx.x / dim) {}
 };
 
 // Adds weights times `count` rows of the other side.
 template <int dim, class Real, class Other>
-__device__ void accumulate(Real (&sum)[Share<dim>::rows], const Real (&weights)[kOwn][kThreads],
+__device__ void accumulate(Real (&sum)[Share<dim>::rows], const Real (&weights)[kOwnRows][kThreads],
                            int count, Other other) {
   const Share<dim> share;
   Real part[Share<dim>::rows] = {};
@@ -95,18 +95,19 @@ __device__ void accumulate(Real (&sum)[Share<dim>::rows], const Real (&weights)[
 
 // One number per own row, of all threads' values; `scratch` is free afterwards.
 template <class Real, class Combine>
-__device__ void combine_threads(Real (&values)[kOwn], Real (&scratch)[kOwn][kThreads],
+__device__ void combine_threads(Real (&values)[kOwnRows], Real (&scratch)[kOwnRows][kThreads],
                                 Combine combine) {
   const int t = static_cast<int>(threadIdx.x);
-  for (int r = 0; r < kOwn; ++r) scratch[r][t] = values[r];
+  for (int r = 0; r < kOwnRows; ++r) scratch[r][t] = values[r];
   __syncthreads();
   for (int step = kThreads / 2; step > 0; step /= 2) {
     if (t < step) {
-      for (int r = 0; r < kOwn; ++r) scratch[r][t] = combine(scratch[r][t], scratch[r][t + step]);
+      for (int r = 0; r < kOwnRows; ++r)
+        scratch[r][t] = combine(scratch[r][t], scratch[r][t + step]);
     }
     __syncthreads();
   }
-  for (int r = 0; r < kOwn; ++r) values[r] = scratch[r][0];
+  for (int r = 0; r < kOwnRows; ++r) values[r] = scratch[r][0];
   __syncthreads();
 }
 
@@ -136,48 +137,48 @@ __device__ Real scale_of() {
 template <class Rule, int dim>
 __global__ void __launch_bounds__(kThreads) own_rows(Call call, Arrays<typename Rule::Real> at) {
   using Real = typename Rule::Real;
-  __shared__ Real Q[kOwn][dim], dO[kOwn][dim], weights[kOwn][kThreads];
+  __shared__ Real Q[kOwnRows][dim], dO[kOwnRows][dim], weights[kOwnRows][kThreads];
   const Problem& p = call.problem;
   const int t = static_cast<int>(threadIdx.x), h = static_cast<int>(blockIdx.y);
-  const int i0 = static_cast<int>(blockIdx.x) * kOwn, last = min(i0 + kOwn, p.seqlen_q) - 1;
+  const int i0 = static_cast<int>(blockIdx.x) * kOwnRows, last = min(i0 + kOwnRows, p.seqlen_q) - 1;
   const Rows<const float> K = head_of(at.key, h / p.group(), p.kv_heads, dim);
   const Rows<const float> V = head_of(at.value, h / p.group(), p.kv_heads, dim);
   const Rows<Real> out = head_of(at.out, h, p.query_heads, dim);
   const Rows<Real> dq = head_of(at.dq, h, p.query_heads, dim);
   const std::size_t table = static_cast<std::size_t>(h) * p.seqlen_q + i0;
   const Real scale = scale_of<dim, Real>();
-  for (int e = t; e < kOwn * dim; e += kThreads) {
+  for (int e = t; e < kOwnRows * dim; e += kThreads) {
     const int r = e / dim, d = e % dim, i = min(i0 + r, last);
     Q[r][d] = Rule::round(Real(head_of(at.query, h, p.query_heads, dim)[i][d]) * scale);
     dO[r][d] = head_of(at.dout, h, p.query_heads, dim)[i][d];
   }
   __syncthreads();
   const int begin = max(0, p.visible_begin(i0)), end = min(p.seqlen_k, p.visible_end(last));
-  const auto scores = [&](Real(&s)[kOwn], int j) {
+  const auto scores = [&](Real(&s)[kOwnRows], int j) {
     dots<dim>(s, Q, [&](int d) { return Real(K[j][d]); });
-    for (int r = 0; r < kOwn; ++r) s[r] = Rule::round(s[r]);
+    for (int r = 0; r < kOwnRows; ++r) s[r] = Rule::round(s[r]);
   };
 
-  Real shift[kOwn], total[kOwn], s[kOwn];
+  Real shift[kOwnRows], total[kOwnRows], s[kOwnRows];
   if (call.from_stored) {
-    for (int r = 0; r < kOwn; ++r) {
+    for (int r = 0; r < kOwnRows; ++r) {
       shift[r] = at.lse[table + min(r, last - i0)];
       total[r] = 1;
     }
   } else {
-    for (int r = 0; r < kOwn; ++r) {
+    for (int r = 0; r < kOwnRows; ++r) {
       shift[r] = -std::numeric_limits<Real>::infinity();
       total[r] = 0;
     }
     for (int j = begin + t; j < end; j += kThreads) {
       scores(s, j);
-      for (int r = 0; r < kOwn; ++r)
+      for (int r = 0; r < kOwnRows; ++r)
         if (call.sees(i0 + r, j)) shift[r] = fmax(shift[r], s[r]);
     }
     combine_threads(shift, weights, [](Real a, Real b) { return fmax(a, b); });
     for (int j = begin + t; j < end; j += kThreads) {
       scores(s, j);
-      for (int r = 0; r < kOwn; ++r)
+      for (int r = 0; r < kOwnRows; ++r)
         if (call.sees(i0 + r, j)) total[r] += exp(s[r] - shift[r]);
     }
     combine_threads(total, weights, [](Real a, Real b) { return a + b; });
@@ -185,22 +186,22 @@ __global__ void __launch_bounds__(kThreads) own_rows(Call call, Arrays<typename 
   const auto weight = [&](int r, int j) {
     return call.sees(i0 + r, j) ? Rule::round(exp(s[r] - shift[r]) / total[r]) : Real(0);
   };
-  const auto weight_gradients = [&](Real(&dp)[kOwn], int j) {
+  const auto weight_gradients = [&](Real(&dp)[kOwnRows], int j) {
     dots<dim>(dp, dO, [&](int d) { return Real(V[j][d]); });
-    for (int r = 0; r < kOwn; ++r) {
+    for (int r = 0; r < kOwnRows; ++r) {
       dp[r] = Rule::round(Rule::round(dp[r]) * call.keep<Real>(h, i0 + r, j));
     }
   };
 
   const Share<dim> share;
-  Real O[Share<dim>::rows] = {}, dQ[Share<dim>::rows] = {}, delta[kOwn] = {}, dp[kOwn];
+  Real O[Share<dim>::rows] = {}, dQ[Share<dim>::rows] = {}, delta[kOwnRows] = {}, dp[kOwnRows];
   for (int c = begin; c < end; c += kThreads) {
     const int j = c + t;
-    for (int r = 0; r < kOwn; ++r) weights[r][t] = 0;
+    for (int r = 0; r < kOwnRows; ++r) weights[r][t] = 0;
     if (j < end) {
       scores(s, j);
       weight_gradients(dp, j);
-      for (int r = 0; r < kOwn; ++r) {
+      for (int r = 0; r < kOwnRows; ++r) {
         const Real w = weight(r, j);
         delta[r] += w * dp[r];
         weights[r][t] = Rule::round(w * call.keep<Real>(h, i0 + r, j));
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kThreads) own_rows(Call call, Arrays<typename 
   }
   if (call.from_stored) {
     // dout . out, of out as it was stored: a few threads add, each in order.
-    for (int r = 0; r < kOwn; ++r) {
+    for (int r = 0; r < kOwnRows; ++r) {
       delta[r] = 0;
       if (t < dim) delta[r] = dO[r][t] * out[min(i0 + r, last)][t];
     }
@@ -221,11 +222,12 @@ __global__ void __launch_bounds__(kThreads) own_rows(Call call, Arrays<typename 
   combine_threads(delta, weights, [](Real a, Real b) { return a + b; });
   for (int c = begin; c < end; c += kThreads) {
     const int j = c + t;
-    for (int r = 0; r < kOwn; ++r) weights[r][t] = 0;
+    for (int r = 0; r < kOwnRows; ++r) weights[r][t] = 0;
     if (j < end) {
       scores(s, j);
       weight_gradients(dp, j);
-      for (int r = 0; r < kOwn; ++r) weights[r][t] = Rule::round(weight(r, j) * (dp[r] - delta[r]));
+      for (int r = 0; r < kOwnRows; ++r)
+        weights[r][t] = Rule::round(weight(r, j) * (dp[r] - delta[r]));
     }
     __syncthreads();
     accumulate<dim>(dQ, weights, min(kThreads, end - c),
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(kThreads) own_rows(Call call, Arrays<typename 
     out[i][share.d] = Rule::round(O[n]);
     dq[i][share.d] = Rule::round(Rule::round(dQ[n]) * scale);
   }
-  for (int r = 0; r < kOwn; ++r) {
+  for (int r = 0; r < kOwnRows; ++r) {
     if (t != r || i0 + r > last) continue;
     at.shift[table + r] = shift[r];
     at.total[table + r] = total[r];
@@ -252,12 +254,12 @@ __global__ void __launch_bounds__(kThreads) own_rows(Call call, Arrays<typename 
 template <class Rule, int dim>
 __global__ void __launch_bounds__(kThreads) own_keys(Call call, Arrays<typename Rule::Real> at) {
   using Real = typename Rule::Real;
-  __shared__ Real K[kOwn][dim], V[kOwn][dim], weights[kOwn][kThreads];
+  __shared__ Real K[kOwnRows][dim], V[kOwnRows][dim], weights[kOwnRows][kThreads];
   const Problem& p = call.problem;
   const int t = static_cast<int>(threadIdx.x), kv_head = static_cast<int>(blockIdx.y);
-  const int j0 = static_cast<int>(blockIdx.x) * kOwn, last = min(j0 + kOwn, p.seqlen_k) - 1;
+  const int j0 = static_cast<int>(blockIdx.x) * kOwnRows, last = min(j0 + kOwnRows, p.seqlen_k) - 1;
   const Real scale = scale_of<dim, Real>();
-  for (int e = t; e < kOwn * dim; e += kThreads) {
+  for (int e = t; e < kOwnRows * dim; e += kThreads) {
     const int r = e / dim, d = e % dim, j = min(j0 + r, last);
     K[r][d] = head_of(at.key, kv_head, p.kv_heads, dim)[j][d];
     V[r][d] = head_of(at.value, kv_head, p.kv_heads, dim)[j][d];
@@ -279,12 +281,12 @@ __global__ void __launch_bounds__(kThreads) own_keys(Call call, Arrays<typename 
     Real dK[Share<dim>::rows] = {}, dV[Share<dim>::rows] = {};
     for (int c = begin; c < end; c += kThreads) {
       const int i = c + t, count = min(kThreads, end - c);
-      Real w[kOwn] = {}, ds[kOwn] = {};
+      Real w[kOwnRows] = {}, ds[kOwnRows] = {};
       if (i < end) {
-        Real s[kOwn], dp[kOwn];
+        Real s[kOwnRows], dp[kOwnRows];
         dots<dim>(s, K, [&](int d) { return scaled(i, d); });
         dots<dim>(dp, V, [&](int d) { return Real(dO[i][d]); });
-        for (int r = 0; r < kOwn; ++r) {
+        for (int r = 0; r < kOwnRows; ++r) {
           if (!call.sees(i, j0 + r)) continue;
           const Real keep = call.keep<Real>(h, i, j0 + r);
           w[r] = Rule::round(exp(Rule::round(s[r]) - at.shift[table + i]) / at.total[table + i]);
@@ -293,11 +295,11 @@ __global__ void __launch_bounds__(kThreads) own_keys(Call call, Arrays<typename 
           w[r] = Rule::round(w[r] * keep);
         }
       }
-      for (int r = 0; r < kOwn; ++r) weights[r][t] = w[r];
+      for (int r = 0; r < kOwnRows; ++r) weights[r][t] = w[r];
       __syncthreads();
       accumulate<dim>(dV, weights, count, [&](int o, int d) { return Real(dO[c + o][d]); });
       __syncthreads();
-      for (int r = 0; r < kOwn; ++r) weights[r][t] = ds[r];
+      for (int r = 0; r < kOwnRows; ++r) weights[r][t] = ds[r];
       __syncthreads();
       accumulate<dim>(dK, weights, count, [&](int o, int d) { return scaled(c + o, d); });
       __syncthreads();
