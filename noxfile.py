@@ -325,7 +325,7 @@ METAL_TOOLS = ("ziglang==0.17.1", "pip")
 SIMULATED_DEVICES = "row/fifo,apple/lifo,random:1/random,random:2/priority,random:3/fifo"
 # Tests that know no `target`; the rest of the suite has nothing to do with a backend.
 SURFACE_TESTS = ("api", "arrays", "errors", "known_faults_process", "metal_arrays", "process")
-SURFACE_TESTS += ("errors_torch", "torch", "metal_torch", "tune")
+SURFACE_TESTS += ("errors_torch", "torch", "metal_stream", "metal_torch", "tune")
 # Forward and backward as such: besides the checked run on one device a test, as all files have it,
 # they take one more, with staged kernels. `simulated_devices` gives every file all five, with both
 # kinds of kernels.

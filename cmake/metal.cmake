@@ -28,6 +28,7 @@ function(flashattn_add_metal target)
   target_sources(${target} PRIVATE
     "${directory}/buffer_pool.cpp"
     "${directory}/cache_files.cpp"
+    "${directory}/call.cpp"
     "${directory}/call_buffers.cpp"
     "${directory}/device.cpp"
     "${directory}/encode.cpp"
@@ -37,8 +38,10 @@ function(flashattn_add_metal target)
     "${directory}/metal_cpp.cpp"
     "${directory}/pipeline_archive.cpp"
     "${directory}/pipeline_cache.cpp"
+    "${directory}/run_call.cpp"
     "${directory}/shader_source.cpp"
     "${directory}/shared_memory.cpp"
+    "${directory}/stream.cpp"
     "${directory}/strided_copy.cpp"
     "${directory}/stored_tuning.cpp"
     "${embedded}")

@@ -9,7 +9,7 @@ find_package(nanobind CONFIG REQUIRED)
 
 file(GLOB flashattn_binding_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/cpp/bindings/*.cpp")
 if(NOT FLASHATTN_METAL)
-  list(FILTER flashattn_binding_sources EXCLUDE REGEX "metal_(memory|tuning)")
+  list(FILTER flashattn_binding_sources EXCLUDE REGEX "metal_(memory|stream|tuning)")
 endif()
 nanobind_add_module(_core NB_STATIC NOMINSIZE ${flashattn_binding_sources})
 target_link_libraries(_core PRIVATE flashattn flashattn_internal)

@@ -72,6 +72,7 @@ def test_public_names() -> None:
         "flash_attn_with_kvcache",
         "get_num_threads",
         "merge_attention",
+        "metal",
         "set_num_threads",
         "show_config",
     }

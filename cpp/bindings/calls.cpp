@@ -4,17 +4,32 @@
 // and the values of options are checked by make_problem, not here.
 #include "calls.h"
 
+#include <initializer_list>
+
 #include "computing.h"
+#include "core/pending.h"
 #include "core/per_batch.h"
 #include "flashattn/attention.h"
 #include "flashattn/dropout.h"
 #include "flashattn/kv_cache.h"
+#ifdef FLASHATTN_WITH_METAL
+#include "metal_stream.h"
+#endif
 #include "ndarray.h"
 #include "options.h"
 
 namespace flashattn::python {
 
 namespace {
+
+// The arrays of a call that may not be done when it returns: those that the device uses.
+void keep([[maybe_unused]] const InputArrays& in,
+          [[maybe_unused]] std::initializer_list<const ArrayArgument*> others) {
+#ifdef FLASHATTN_WITH_METAL
+  keep_while_pending({&in.query, &in.key, &in.value, &in.mask, &in.alibi_slopes, &in.sinks},
+                     others);
+#endif
+}
 
 void run_forward(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::handle lse,
                  const Options& options, bool caller_outputs) {
@@ -27,8 +42,11 @@ void run_forward(nb::handle query, nb::handle key, nb::handle value, nb::handle 
       .inputs = inputs.views(options), .out = bshd(out_array, options), .lse = lse_array.view()};
   const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
-  const Computing computing;
-  forward(tensors, plain);
+  {
+    const Computing computing;
+    forward(tensors, plain);
+  }
+  keep(inputs, {&out_array, &lse_array});
 }
 
 // Forward's results and the gradients that arrive; then the gradients to write, None if not wanted.
@@ -64,8 +82,11 @@ void run_backward(nb::handle query, nb::handle key, nb::handle value, const Grad
                              .dsinks = dsinks.view()};
   const PerBatchValues values(tensors.inputs);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
-  const Computing computing;
-  backward(tensors, plain);
+  {
+    const Computing computing;
+    backward(tensors, plain);
+  }
+  keep(inputs, {&out, &lse, &dout, &dlse, &dq, &dk, &dv, &dmask, &dalibi_slopes, &dsinks});
 }
 
 // What a cache call has beyond a forward call.
@@ -111,8 +132,11 @@ void run_kvcache(nb::handle query, nb::handle key, nb::handle value, nb::handle 
   views.block_table = block_table.view();
   const PerBatchValues values(views);  // while the GIL keeps writers out
   const AttentionOptions plain = attention_options(options);
-  const Computing computing;
-  attention_kvcache(tensors, plain);
+  {
+    const Computing computing;
+    attention_kvcache(tensors, plain);
+  }
+  keep(inputs, {&key_cache, &value_cache, &out_array, &lse_array});
 }
 
 void run_dropout_mask(nb::handle mask, const Options& options) {
@@ -179,6 +203,8 @@ void bind_calls(nb::module_& module) {
       nb::arg("rotary_cos").none(), nb::arg("rotary_sin").none(), nb::arg("rotary_interleaved"),
       nb::arg("options"), nb::arg("caller_outputs"),
       "Appends new_key and new_value to the caches, in place, and writes out and lse.");
+  module.def("settle", &settle_pending,
+             "Waits for what this thread left to a device: before the host touches its arrays.");
   module.def("dropout_mask", &run_dropout_mask, nb::arg("mask"), nb::arg("options"),
              "Writes 0 or 1 / (1 - p) for every score.");
 }

@@ -16,6 +16,7 @@
 #include "merge.h"
 #ifdef FLASHATTN_WITH_METAL
 #include "metal_memory.h"
+#include "metal_stream.h"
 #include "metal_tuning.h"
 #endif
 #include "ndarray.h"
@@ -59,6 +60,7 @@ NB_MODULE(_core, module) {
   flashattn::python::bind_machine(module);
 #ifdef FLASHATTN_WITH_METAL
   flashattn::python::bind_metal_memory(module);
+  flashattn::python::bind_metal_stream(module);
   flashattn::python::bind_metal_tuning(module);
 #endif
 }

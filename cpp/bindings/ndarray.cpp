@@ -172,7 +172,7 @@ nb::object importable(nb::handle array) {
 
 }  // namespace
 
-ArrayArgument::ArrayArgument(ArgumentName name, nb::handle array, Access access) {
+ArrayArgument::ArrayArgument(ArgumentName name, nb::handle array, Access access) : source_(array) {
   if (!array.is_valid() || array.is_none()) return;
   if (!import_in_place(name, array, access)) import_adapted(name, array, access);
   check_memory(name);

@@ -26,6 +26,13 @@ struct ArgumentName {
   const char* argument;
 };
 
+// What keeps an argument's memory alive behind the call. Drop it with the GIL held.
+struct KeptArray {
+  nb::object source;           // what the caller gave
+  nb::object adapted;          // what was made of it, if anything
+  nb::ndarray<nb::ro> memory;  // what was imported
+};
+
 // One array argument for the duration of a call. Create and destroy it with the GIL held.
 class ArrayArgument {
  public:
@@ -33,6 +40,9 @@ class ArrayArgument {
   ArrayArgument(ArgumentName name, nb::handle array, Access access = Access::kRead);
 
   const TensorView& view() const { return view_; }
+  KeptArray kept() const {
+    return {.source = nb::borrow(source_), .adapted = adapted_, .memory = array_};
+  }
 
  private:
   bool import_in_place(ArgumentName name, nb::handle array, Access access);
@@ -43,6 +53,7 @@ class ArrayArgument {
   void read_dtype(ArgumentName name);
   void check_memory(ArgumentName name) const;
 
+  nb::handle source_;          // the caller's, whose reference outlives this
   nb::ndarray<nb::ro> array_;  // what keeps an imported array's memory alive
   nb::object adapted_;         // the array that adapt returned
   nb::dlpack::dtype dtype_{};

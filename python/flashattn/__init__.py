@@ -10,6 +10,7 @@ numpy, torch, JAX and MLX go in and come out, and take part in the automatic dif
 theirs. docs/math.md has the rules that every backend keeps.
 """
 
+from flashattn import metal
 from flashattn._alibi import alibi_slopes
 from flashattn._api import (
     AttentionGradients,
@@ -76,6 +77,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_num_threads",
     "merge_attention",
+    "metal",
     "set_num_threads",
     "show_config",
 ]

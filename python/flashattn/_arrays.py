@@ -94,6 +94,7 @@ class DLPackFramework(NothingSpecial):
         pass
 
     def finish(self, array: Any, like: Any) -> Any:
+        _core.settle()  # converting may read
         namespace = getattr(like, "__array_namespace__", None)
         # numpy exports no bfloat16 through DLPack; asarray reads the array through numpy's own
         # protocol.
@@ -119,6 +120,7 @@ class MetalFramework(DLPackFramework):
         convert = getattr(namespace(), "from_dlpack", None) if namespace is not None else None
         if convert is None:
             return array
+        _core.settle()  # another framework's array from here on
         try:
             return convert(array)
         except (BufferError, RuntimeError, TypeError, ValueError):

@@ -19,8 +19,8 @@ DLPACK_DEVICE = 8  # kDLMetal
 class MetalArray:
     """A contiguous array in a Metal buffer: a DLPack producer of device kDLMetal.
 
-    `numpy()` shows the same memory to the CPU, which Apple GPUs share it with. No call is under way
-    on an array that a function of this package has returned.
+    `numpy()` shows the same memory to the CPU, which Apple GPUs share it with. It waits for calls
+    that a stream of this thread has left under way.
 
     Args:
         like: a kDLMetal producer, whose device the array is made on.
@@ -42,6 +42,7 @@ class MetalArray:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The same memory as a numpy array."""
+        _core.settle()
         array: np.ndarray[Any, Any] = np.ndarray(self.shape, self.dtype, self._memory)
         return array
 

@@ -34,6 +34,7 @@ class MlxFramework(DLPackFramework):
         return super()._new(like, shape, dtype)
 
     def finish(self, array: Any, like: Any) -> Any:
+        _core.settle()
         if isinstance(array, MetalArray):
             array = array.numpy()
         if array.dtype.name == "bfloat16":

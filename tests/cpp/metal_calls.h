@@ -99,11 +99,11 @@ inline Call make_call(const Sizes& s, fa::DType dtype, const fa::AttentionOption
 inline metal::Schedule forward_of(const Call& call, const metal::DeviceFacts& facts = kM1) {
   const fa::ForwardTensors tensors{
       .inputs = call.tensors.inputs, .out = call.tensors.out, .lse = call.tensors.lse};
-  return metal::schedule_forward(call.problem, tensors, call.visibility, facts);
+  return metal::schedule_forward(call.problem, tensors, call.visibility, {.facts = facts});
 }
 
 inline metal::Schedule backward_of(const Call& call, const metal::DeviceFacts& facts = kM1) {
-  return metal::schedule_backward(call.problem, call.tensors, call.visibility, facts);
+  return metal::schedule_backward(call.problem, call.tensors, call.visibility, {.facts = facts});
 }
 
 }  // namespace metal_calls

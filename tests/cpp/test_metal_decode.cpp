@@ -115,8 +115,8 @@ BOOST_AUTO_TEST_CASE(packed_sequences_are_split_one_by_one) {
   tensors.inputs.cu_seqlens_k = fa::contiguous_view(cu_k.data(), DType::kInt32, 4);
   const fa::AttentionProblem problem = make_problem(tensors, {});
   const fa::ForwardTensors views = with_batch_axis(tensors);
-  const metal::Schedule schedule =
-      schedule_forward(problem, views, make_visibilities(problem, views.inputs), kApple);
+  const metal::Schedule schedule = flashattn::metal::schedule_forward(
+      problem, views, make_visibilities(problem, views.inputs), {.facts = kApple});
   BOOST_TEST(kernels(schedule) ==
              "register_forward_float32_d16_v16_r8_c32_s1_apple+ragged+vectors+exact+split x12\n"
              "merge_chunks_float32_r8+ragged x6\n"

@@ -21,8 +21,8 @@ metal::Schedule forward_schedule(const fa::ForwardTensors& tensors) {
   const fa::AttentionProblem problem = make_problem(tensors, {});
   BOOST_TEST(metal::supports(problem, metal_calls::kM1).ok);
   const fa::ForwardTensors views = problem.packed ? with_batch_axis(tensors) : tensors;
-  return schedule_forward(problem, views, make_visibilities(problem, views.inputs),
-                          metal_calls::kM1);
+  return metal::schedule_forward(problem, views, make_visibilities(problem, views.inputs),
+                                 {.facts = metal_calls::kM1});
 }
 
 }  // namespace

@@ -34,7 +34,8 @@ std::string kernels(const metal::Schedule& schedule) {
 metal::Schedule selecting_forward_of(const Call& call, const metal::DeviceFacts& facts) {
   const fa::ForwardTensors tensors{
       .inputs = call.tensors.inputs, .out = call.tensors.out, .lse = call.tensors.lse};
-  return metal::schedule_forward(call.problem, tensors, call.visibility, facts, true);
+  return metal::schedule_forward(call.problem, tensors, call.visibility,
+                                 {.facts = facts, .selects = true});
 }
 
 }  // namespace

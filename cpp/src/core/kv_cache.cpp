@@ -10,6 +10,7 @@
 #include "core/checks.h"
 #include "core/kv_append.h"
 #include "core/make_visibility.h"
+#include "core/pending.h"
 #include "core/per_batch.h"
 #include "core/problem_layout.h"
 #include "flashattn/backend.h"
@@ -20,6 +21,7 @@ namespace flashattn {
 namespace {
 
 constexpr const char* kFunction = "attention_kvcache";
+constexpr std::size_t kMostKept = 4096;  // entries of a call whose lists are kept
 
 // Rows that the cache holds for an entry.
 std::int64_t capacity_of(const Checks& check, const AttentionInputs& in) {
@@ -71,8 +73,8 @@ void check_new_rows(const Checks& check, const NamedView& rows, const NamedView&
   check.distinct(cache, {"query", in.query});
 }
 
-std::vector<AppendPlace> append_places(const AttentionInputs& in) {
-  std::vector<AppendPlace> places(static_cast<std::size_t>(in.query.shape[0]));
+void find_places(const AttentionInputs& in, std::vector<AppendPlace>& places) {
+  places.assign(static_cast<std::size_t>(in.query.shape[0]), {});
   for (std::int64_t b = 0; b < in.query.shape[0]; ++b) {
     AppendPlace& place = places[static_cast<std::size_t>(b)];
     place.first.batch = in.kv_batch_index ? read_integer(in.kv_batch_index, b) : b;
@@ -84,13 +86,13 @@ std::vector<AppendPlace> append_places(const AttentionInputs& in) {
           static_cast<const std::int64_t*>(in.block_table.data) + b * in.block_table.shape[1];
     }
   }
-  return places;
 }
 
 // No two entries append to one place: the result would depend on their order.
 void check_own_places(const Checks& check, const std::vector<AppendPlace>& places,
-                      std::int64_t appended, std::int64_t page_size) {
-  std::vector<std::int64_t> written;
+                      std::int64_t appended, std::int64_t page_size,
+                      std::vector<std::int64_t>& written) {
+  written.clear();
   const bool paged = page_size != 0;
   for (const AppendPlace& place : places) {
     if (!paged) {
@@ -135,8 +137,15 @@ struct CheckedCall {
   AttentionProblem problem;
   std::vector<std::int64_t> lengths;  // [batch], what is appended included
   std::vector<AppendPlace> places;    // [batch]
+  std::vector<std::int64_t> written;  // batch indices or pages that are appended to
   bool advances = false;              // query rows are turned by positions of their own
 };
+
+// The lists of this thread's last call, so that one like it allocates nothing.
+CheckedCall& spare_call() {
+  thread_local CheckedCall of_this_thread;
+  return of_this_thread;
+}
 
 CheckedCall check_call(const KvCacheTensors& tensors, const AttentionOptions& options) {
   const Checks check(kFunction, Pass::kForward);
@@ -148,14 +157,15 @@ CheckedCall check_call(const KvCacheTensors& tensors, const AttentionOptions& op
   if (tensors.new_key) check.rank({"k", tensors.new_key}, 4);
   check_lengths(check, in, appended);
 
-  CheckedCall call;
+  CheckedCall call = std::move(spare_call());
+  call.lengths.clear();
   for (std::int64_t b = 0; b < in.query.shape[0]; ++b) {
     call.lengths.push_back(read_integer(in.kv_lengths, b) + appended);
   }
   ForwardTensors grown = tensors.call;
   grown.inputs.kv_lengths = contiguous_view(call.lengths.data(), DType::kInt64, in.query.shape[0]);
   call.problem = make_problem(kFunction, grown, options);
-  call.places = append_places(in);
+  find_places(in, call.places);
   call.advances = options.causal != Causal::kNone || options.window != Window{};
   if (tensors.new_key) {
     const NamedView k_cache{"k_cache", in.key};
@@ -167,7 +177,7 @@ CheckedCall check_call(const KvCacheTensors& tensors, const AttentionOptions& op
     check.distinct(k_cache, {"v", tensors.new_value});
     check.distinct(v_cache, {"k", tensors.new_key});
     if (appended > 0) {
-      check_own_places(check, call.places, appended, call.problem.page_size);
+      check_own_places(check, call.places, appended, call.problem.page_size, call.written);
     }
   }
   if (tensors.rotary.sin && !tensors.rotary.cos) {
@@ -198,6 +208,8 @@ void attention_kvcache(const KvCacheTensors& tensors, const AttentionOptions& op
   Backend& backend = choose_backend(call.problem, options.backend);
 
   if (own.new_key) {
+    for (const TensorView& cache : {in.key, in.value}) settle_before_writing(cache);
+    for (const TensorView& rows : {own.new_key, own.new_value}) settle_before_reading(rows);
     append_rows(in.key, own.new_key, call.places, call.problem.page_size, own.rotary);
     append_rows(in.value, own.new_value, call.places, call.problem.page_size, {});
   }
@@ -208,11 +220,14 @@ void attention_kvcache(const KvCacheTensors& tensors, const AttentionOptions& op
     rotated.resize(static_cast<std::size_t>(items) * item_size(in.query.dtype) / 8 + 1);
     const TensorView to =
         contiguous_view(rotated.data(), in.query.dtype, shape[0], shape[1], shape[2], shape[3]);
+    settle_before_reading(in.query);
     rotate_rows(to, in.query, call.places, call.advances, own.rotary);
     in.query = to;
   }
   in.kv_lengths = contiguous_view(call.lengths.data(), DType::kInt64, in.query.shape[0]);
   backend.forward(call.problem, own.call);
+  if (own.rotary.cos) settle_pending();  // `rotated` goes
+  if (call.places.size() < kMostKept) spare_call() = std::move(call);
 }
 
 }  // namespace flashattn

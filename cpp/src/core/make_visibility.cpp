@@ -1,6 +1,8 @@
 // The position rule; see make_visibility.h.
 #include "core/make_visibility.h"
 
+#include <utility>
+
 namespace flashattn {
 
 namespace {
@@ -137,8 +139,10 @@ Visibility make_visibility(const AttentionProblem& problem, const AttentionInput
 }
 
 std::vector<Visibility> make_visibilities(const AttentionProblem& problem,
-                                          const AttentionInputs& inputs) {
-  std::vector<Visibility> all;
+                                          const AttentionInputs& inputs,
+                                          std::vector<Visibility> reused) {
+  std::vector<Visibility> all = std::move(reused);
+  all.clear();
   all.reserve(static_cast<std::size_t>(problem.batch));
   for (std::int64_t b = 0; b < problem.batch; ++b) {
     all.push_back(make_visibility(problem, inputs, b));

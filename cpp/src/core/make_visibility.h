@@ -48,9 +48,10 @@ Visibility make_visibility(const AttentionProblem& problem, std::optional<std::i
 Visibility make_visibility(const AttentionProblem& problem, const AttentionInputs& inputs,
                            std::int64_t b);
 
-// All entries of such a call, [batch].
+// All entries of such a call, [batch]. `reused`: an older list, whose memory the new one takes.
 std::vector<Visibility> make_visibilities(const AttentionProblem& problem,
-                                          const AttentionInputs& inputs);
+                                          const AttentionInputs& inputs,
+                                          std::vector<Visibility> reused = {});
 
 // Element [row] or [row, column] of an int32 or int64 view of host memory.
 std::int64_t read_integer(const TensorView& view, std::int64_t row, std::int64_t column = 0);

@@ -1,6 +1,8 @@
 // Copies of small arrays; see per_batch.h.
 #include "core/per_batch.h"
 
+#include <utility>
+
 #include "core/make_visibility.h"
 
 namespace flashattn {
@@ -28,7 +30,33 @@ void take_values(TensorView& view, std::vector<std::int64_t>& values) {
 
 }  // namespace
 
+// Lists that this thread is done with: a call like an earlier one allocates nothing. Two, because a
+// binding reads the arrays before the library does.
+struct PerBatchValues::Spare {
+  static constexpr std::size_t kMostKept = std::size_t{1} << 16;  // numbers of one array
+
+  std::array<Values, 2> lists;
+  std::size_t count = 0;
+};
+
+PerBatchValues::Spare& PerBatchValues::spare() {
+  thread_local Spare of_this_thread;
+  return of_this_thread;
+}
+
+PerBatchValues::~PerBatchValues() {
+  Spare& kept = spare();
+  if (kept.count == kept.lists.size()) return;
+  for (std::vector<std::int64_t>& list : values_) {
+    if (list.capacity() > Spare::kMostKept) return;
+    list.clear();
+  }
+  kept.lists[kept.count++] = std::move(values_);
+}
+
 PerBatchValues::PerBatchValues(AttentionInputs& inputs) {
+  Spare& kept = spare();
+  if (kept.count != 0) values_ = std::move(kept.lists[--kept.count]);
   auto values = values_.begin();
   for (TensorView* view :
        {&inputs.q_offsets, &inputs.kv_lengths, &inputs.cu_seqlens_q, &inputs.cu_seqlens_k,

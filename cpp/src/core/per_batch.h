@@ -17,11 +17,17 @@ namespace flashattn {
 class PerBatchValues {
  public:
   explicit PerBatchValues(AttentionInputs& inputs);
+  ~PerBatchValues();
   PerBatchValues(const PerBatchValues&) = delete;
   PerBatchValues& operator=(const PerBatchValues&) = delete;
 
  private:
-  std::array<std::vector<std::int64_t>, 7> values_;  // one of each array
+  using Values = std::array<std::vector<std::int64_t>, 7>;  // one of each array
+  struct Spare;
+
+  static Spare& spare();
+
+  Values values_;
 };
 
 }  // namespace flashattn

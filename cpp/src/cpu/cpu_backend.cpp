@@ -7,6 +7,7 @@
 
 #include "core/make_dropout.h"
 #include "core/make_visibility.h"
+#include "core/pending.h"
 #include "core/registry.h"
 #include "cpu/backward_schedule.h"
 #include "cpu/decode_schedule.h"
@@ -263,6 +264,7 @@ Support CpuBackend::supports(const AttentionProblem& problem) const {
 }
 
 void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& tensors) {
+  settle_pending();
   const AttentionInputs& in = tensors.inputs;
   count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse});
   const bool empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
@@ -287,6 +289,7 @@ void CpuBackend::forward(const AttentionProblem& problem, const ForwardTensors& 
 }
 
 void CpuBackend::backward(const AttentionProblem& problem, const BackwardTensors& tensors) {
+  settle_pending();
   const AttentionInputs& in = tensors.inputs;
   count_bytes({in.query, in.key, in.value, tensors.out, tensors.lse, tensors.dout, tensors.dlse,
                tensors.dq, tensors.dk, tensors.dv, in.mask, in.alibi_slopes, in.sinks,

@@ -10,6 +10,7 @@
 
 #include "core/checks.h"
 #include "core/half.h"
+#include "core/pending.h"
 #include "cpu/thread_pool.h"
 
 namespace flashattn {
@@ -182,6 +183,7 @@ std::vector<TensorView> joined(std::vector<TensorView> a, const std::vector<Tens
 }  // namespace
 
 void merge_attention(const MergeTensors& tensors) {
+  settle_pending();
   const Checks check("merge_attention", Pass::kForward);
   const TensorView lse_like = check_inputs(check, tensors);
   const TensorView& first = tensors.outs.front();
@@ -222,6 +224,7 @@ void merge_attention(const MergeTensors& tensors) {
 // With a_p = exp(lse_p - lse):
 //   d out_p = a_p dout,   d lse_p = a_p (dout . out_p - sum_q a_q dout . out_q + dlse)
 void merge_attention_backward(const MergeTensors& tensors, const MergeGradients& gradients) {
+  settle_pending();
   const Checks check("merge_attention", Pass::kBackward);
   const TensorView lse_like = check_inputs(check, tensors);
   const TensorView& first = tensors.outs.front();

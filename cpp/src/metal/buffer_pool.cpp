@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "flashattn/error.h"
 
@@ -16,6 +15,10 @@ constexpr std::size_t kLargestWaste = 2;  // a kept buffer serves requests of at
 
 }  // namespace
 
+BufferPool::~BufferPool() {
+  for (const PooledBuffer& kept : idle_) kept.buffer->release();
+}
+
 BufferPool::Lease BufferPool::take(std::size_t bytes) {
   const std::size_t length =
       std::max<std::size_t>(1, (bytes + kGranularity - 1) / kGranularity) * kGranularity;
@@ -24,37 +27,40 @@ BufferPool::Lease BufferPool::take(std::size_t bytes) {
     idle_.reserve(idle_.size() + leased_ + 1);  // so that giving back allocates nothing
     auto best = idle_.end();
     for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-      const std::size_t has = (*it)->length();
+      const std::size_t has = it->length;
       if (has < length || has > kLargestWaste * length) continue;
-      if (best == idle_.end() || has < (*best)->length()) best = it;
+      if (best == idle_.end() || has < best->length) best = it;
     }
     if (best != idle_.end()) {
-      NS::SharedPtr<MTL::Buffer> found = std::move(*best);
+      const PooledBuffer found = *best;
       idle_.erase(best);
       ++leased_;
-      return {this, std::move(found)};
+      return {this, found};
     }
   }
-  auto made = NS::TransferPtr(device_->newBuffer(length, MTL::ResourceStorageModeShared));
-  if (!made) {
+  PooledBuffer made{.buffer = device_->newBuffer(length, MTL::ResourceStorageModeShared),
+                    .length = length};
+  if (made.buffer == nullptr) {
     throw DeviceError(
         "metal: a buffer of " + std::to_string(length) +
         " bytes cannot be allocated (largest: " + std::to_string(device_->maxBufferLength()) + ")");
   }
+  made.contents = static_cast<std::byte*>(made.buffer->contents());
   const std::lock_guard lock(mutex_);
   idle_.reserve(idle_.size() + leased_ + 1);  // other threads may have taken in the meantime
   ++leased_;
-  return {this, std::move(made)};
+  return {this, made};
 }
 
-void BufferPool::give_back(NS::SharedPtr<MTL::Buffer> buffer) noexcept {
+void BufferPool::give_back(const PooledBuffer& pooled) noexcept {
   const std::lock_guard lock(mutex_);
   --leased_;
-  idle_.push_back(std::move(buffer));
+  idle_.push_back(pooled);
   std::size_t total = 0;
-  for (const auto& kept : idle_) total += kept->length();
+  for (const auto& kept : idle_) total += kept.length;
   while (total > limit_) {
-    total -= idle_.front()->length();
+    total -= idle_.front().length;
+    idle_.front().buffer->release();
     idle_.erase(idle_.begin());
   }
 }
@@ -62,7 +68,7 @@ void BufferPool::give_back(NS::SharedPtr<MTL::Buffer> buffer) noexcept {
 std::size_t BufferPool::idle_bytes() const {
   const std::lock_guard lock(mutex_);
   std::size_t total = 0;
-  for (const auto& kept : idle_) total += kept->length();
+  for (const auto& kept : idle_) total += kept.length;
   return total;
 }
 

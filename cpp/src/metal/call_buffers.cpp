@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/pending.h"
 #include "flashattn/error.h"
 #include "metal/strided_copy.h"
 
@@ -24,28 +25,28 @@ bool CallBuffers::adopt(const TensorView& view, BoundTensor* bound) {
   const ByteRange range = touched_bytes(view);
   if (range.before != 0) return false;  // a kernel never goes below the address that is bound
   if (view.device == DeviceKind::kMetal) {
-    bound->where = {static_cast<MTL::Buffer*>(view.handle),
-                    static_cast<std::uint64_t>(view.byte_offset)};
+    bound->where = {.buffer = static_cast<MTL::Buffer*>(view.handle),
+                    .offset = static_cast<std::uint64_t>(view.byte_offset)};
     return true;
   }
   const auto address = reinterpret_cast<std::uintptr_t>(view.data);
   if (address % item_size(view.dtype) != 0) return false;
   const std::uintptr_t first = address / kPageSize * kPageSize;
   const std::uintptr_t last = (address + range.after + kPageSize - 1) / kPageSize * kPageSize;
-  if (last - first > device_->maxBufferLength()) return false;
-  auto buffer = NS::TransferPtr(device_->newBuffer(reinterpret_cast<void*>(first), last - first,
-                                                   MTL::ResourceStorageModeShared, nullptr));
+  if (last - first > from_.max_length) return false;
+  auto buffer = NS::TransferPtr(from_.device->newBuffer(
+      reinterpret_cast<void*>(first), last - first, MTL::ResourceStorageModeShared, nullptr));
   if (!buffer) return false;
-  bound->where = {buffer.get(), address - first};
+  bound->where = {.buffer = buffer.get(), .offset = address - first};
   adopted_.push_back(std::move(buffer));
   return true;
 }
 
 BoundTensor CallBuffers::stage(TensorView view) {
   if (view.dtype == DType::kFloat64) view.dtype = DType::kFloat32;
-  BufferPool::Lease lease = pool_->take(byte_count(view));
-  BoundTensor bound{.where = {lease.get(), 0},
-                    .view = contiguous_like(view, lease.get()->contents())};
+  BufferPool::Lease lease = from_.pool->take(byte_count(view));
+  BoundTensor bound{.where = {.buffer = lease.get(), .offset = 0},
+                    .view = contiguous_like(view, lease.contents())};
   leases_.push_back(std::move(lease));
   return bound;
 }
@@ -54,20 +55,22 @@ BoundTensor CallBuffers::input(const TensorView& view) {
   BoundTensor bound;
   if (adopt(view, &bound)) {
     // What the binding had to copy before it came here was not taken as it is.
-    (view.copied ? counters_->copied_bytes : counters_->adopted_bytes) += byte_count(view);
+    (view.copied ? from_.counters->copied_bytes : from_.counters->adopted_bytes) +=
+        byte_count(view);
     return bound;
   }
   bound = stage(view);
   const bool narrowed = view.dtype != bound.view.dtype;
+  settle_before_reading(view);
   (narrowed ? copy_narrowed : strided_copy)(bound.view, host_view(view));
-  counters_->copied_bytes += byte_count(view);
+  from_.counters->copied_bytes += byte_count(view);
   return bound;
 }
 
 BoundTensor CallBuffers::output(const TensorView& view) {
   BoundTensor bound;
   if (adopt(view, &bound)) {
-    counters_->adopted_bytes += byte_count(view);
+    from_.counters->adopted_bytes += byte_count(view);
     return bound;
   }
   bound = stage(view);
@@ -76,13 +79,14 @@ BoundTensor CallBuffers::output(const TensorView& view) {
 }
 
 BoundBuffer CallBuffers::scratch(std::size_t bytes) {
-  leases_.push_back(pool_->take(bytes));
-  return {leases_.back().get(), 0};
+  leases_.push_back(from_.pool->take(bytes));
+  const BufferPool::Lease& made = leases_.back();
+  return {.buffer = made.get(), .offset = 0, .contents = made.contents()};
 }
 
 BoundBuffer CallBuffers::table(const void* source, std::size_t bytes) {
   const BoundBuffer made = scratch(bytes);
-  std::memcpy(made.buffer->contents(), source, bytes);
+  std::memcpy(made.contents, source, bytes);
   return made;
 }
 
@@ -90,9 +94,15 @@ void CallBuffers::finish() {
   for (const StagedOutput& staged : staged_outputs_) {
     const bool widened = staged.destination.dtype != staged.source.dtype;
     (widened ? copy_widened : strided_copy)(host_view(staged.destination), staged.source);
-    counters_->copied_bytes += byte_count(staged.source);
+    from_.counters->copied_bytes += byte_count(staged.source);
   }
   staged_outputs_.clear();
+}
+
+void CallBuffers::clear() {
+  staged_outputs_.clear();
+  leases_.clear();
+  adopted_.clear();
 }
 
 bool host_sees(const TensorView& view) {

@@ -4,7 +4,7 @@
 //   host memory       the enclosing 16 KiB pages, adopted by newBufferWithBytesNoCopy
 //   negative strides,
 //   else              a pooled staging buffer: inputs are copied in, outputs copied out by finish()
-// Lives until the GPU is done with the call.
+// They live until the GPU is done with the call; then they may serve another one.
 #pragma once
 
 #include <Metal/Metal.hpp>
@@ -20,7 +20,8 @@ namespace flashattn::metal {
 
 struct BoundBuffer {
   MTL::Buffer* buffer = nullptr;
-  std::uint64_t offset = 0;  // bytes from the buffer's start to element [0,0,0,0]
+  std::uint64_t offset = 0;       // bytes from the buffer's start to element [0,0,0,0]
+  std::byte* contents = nullptr;  // of scratch memory and tables: their address for the host
 };
 
 struct BoundTensor {
@@ -34,10 +35,17 @@ struct CopyCounters {
   std::atomic<std::uint64_t> copied_bytes{0};
 };
 
+// Where a call's buffers come from.
+struct BufferSource {
+  MTL::Device* device = nullptr;
+  std::uint64_t max_length = 0;  // bytes that the device takes in one buffer
+  BufferPool* pool = nullptr;
+  CopyCounters* counters = nullptr;
+};
+
 class CallBuffers {
  public:
-  CallBuffers(MTL::Device* device, BufferPool* pool, CopyCounters* counters)
-      : device_(device), pool_(pool), counters_(counters) {}
+  explicit CallBuffers(const BufferSource& source) : from_(source) {}
 
   // A float64 view is staged as float32.
   BoundTensor input(const TensorView& view);
@@ -48,6 +56,9 @@ class CallBuffers {
   BoundBuffer table(const void* source, std::size_t bytes);
   // After the GPU is done: staged outputs go to where the caller wants them.
   void finish();
+  bool has_staged_outputs() const { return !staged_outputs_.empty(); }
+  // Lets go of every buffer; what was allocated for the lists of them is kept.
+  void clear();
 
  private:
   struct StagedOutput {
@@ -58,9 +69,7 @@ class CallBuffers {
   bool adopt(const TensorView& view, BoundTensor* bound);
   BoundTensor stage(TensorView view);
 
-  MTL::Device* device_;
-  BufferPool* pool_;
-  CopyCounters* counters_;
+  BufferSource from_;
   std::vector<NS::SharedPtr<MTL::Buffer>> adopted_;
   std::vector<BufferPool::Lease> leases_;
   std::vector<StagedOutput> staged_outputs_;

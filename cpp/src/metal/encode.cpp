@@ -1,8 +1,9 @@
 // Encoding dispatches and waiting; see encode.h.
 #include "metal/encode.h"
 
+#include <atomic>
 #include <cassert>
-#include <mutex>
+#include <semaphore>
 #include <string>
 #include <vector>
 
@@ -13,24 +14,32 @@ namespace flashattn::metal {
 
 namespace {
 
-// A sum of doubles under a lock: libc++ has had atomic ones only since LLVM 18.
-std::mutex seconds_mutex;
-double seconds_of_gpu = 0;
+std::atomic<std::int64_t> nanoseconds_of_gpu{0};
 
 void add_gpu_seconds(double seconds) {
-  const std::lock_guard lock(seconds_mutex);
-  seconds_of_gpu += seconds;
+  nanoseconds_of_gpu += static_cast<std::int64_t>(seconds * 1e9);
 }
 
-// A pipeline per dispatch, compiled before anything runs.
-using Pipelines = std::vector<NS::SharedPtr<MTL::ComputePipelineState>>;
+// Places for command buffers in flight. The GPU gives one back, on a thread of the driver's, so
+// that no caller ever waits for another one to wait.
+std::counting_semaphore<kMostInFlight> places(kMostInFlight);
+
+// A block without captures: handing it over takes no memory.
+const MTL::CommandBufferHandler give_place_back = ^(MTL::CommandBuffer*) {
+  places.release();
+};
 
 void bind_slots(MTL::ComputeCommandEncoder* encoder, const Dispatch& dispatch,
-                const SlotTable& slots) {
+                const SlotTable& slots, std::uint32_t* bound) {
+  static_assert(abi::kBufferCount <= 32);
   for (const Binding& binding : bindings(dispatch.key)) {
-    const BoundBuffer& bound = slots[binding.slot];
-    assert(bound.buffer != nullptr);
-    encoder->setBuffer(bound.buffer, bound.offset, binding.slot);
+    // A slot means the same to every kernel of a call, and an encoder keeps what it was told.
+    const std::uint32_t bit = std::uint32_t{1} << binding.slot;
+    if ((*bound & bit) != 0) continue;
+    *bound |= bit;
+    const BoundBuffer& found = slots[binding.slot];
+    assert(found.buffer != nullptr);
+    encoder->setBuffer(found.buffer, found.offset, binding.slot);
   }
   encoder->setBytes(&dispatch.params, sizeof dispatch.params, abi::kBufferParams);
   if (takes_modifiers(dispatch.key)) {
@@ -38,97 +47,112 @@ void bind_slots(MTL::ComputeCommandEncoder* encoder, const Dispatch& dispatch,
   }
 }
 
-// Encodes the dispatches [first, last) into one command buffer and commits it.
-MTL::CommandBuffer* commit_range(const Device& device, const Schedule& schedule,
-                                 const Pipelines& pipelines, const SlotTable& slots,
-                                 std::size_t first, std::size_t last) {
-  // Made first: nothing may throw between opening an encoder and closing it.
-  NS::String* label = to_ns("flashattn " + to_string(schedule.dispatches[first].key));
-  MTL::CommandBuffer* commands = device.queue()->commandBuffer();
-  MTL::ComputeCommandEncoder* encoder =
-      commands == nullptr ? nullptr : commands->computeCommandEncoder();
-  if (encoder == nullptr) throw DeviceError("metal: the device gives no command buffer");
-  commands->setLabel(label);
-  for (std::size_t i = first; i < last; ++i) {
-    const Dispatch& dispatch = schedule.dispatches[i];
-    encoder->setComputePipelineState(pipelines[i].get());
-    bind_slots(encoder, dispatch, slots);
+struct Range {
+  std::size_t first;  // dispatches [first, last)
+  std::size_t last;
+};
+
+void encode(MTL::ComputeCommandEncoder* encoder, const EncodableWork& work, const Range& range) {
+  std::uint32_t bound = 0;  // a bit per slot
+  const MTL::ComputePipelineState* current = nullptr;
+  for (std::size_t i = range.first; i < range.last; ++i) {
+    const Dispatch& dispatch = work.schedule.dispatches[i];
+    const MTL::ComputePipelineState* pipeline = work.kernels[i]->pipeline.get();
+    if (pipeline != current) encoder->setComputePipelineState(pipeline);
+    current = pipeline;
+    bind_slots(encoder, dispatch, work.slots, &bound);
     encoder->dispatchThreadgroups(
         MTL::Size(dispatch.threadgroups, 1, 1),
         MTL::Size(static_cast<NS::UInteger>(dispatch.threads_per_threadgroup), 1, 1));
   }
   encoder->endEncoding();
+}
+
+// Encodes the dispatches of the range into one command buffer and commits it.
+NS::SharedPtr<MTL::CommandBuffer> commit_range(const Device& device, const EncodableWork& work,
+                                               const Range& range) {
+  places.acquire();
+  NS::SharedPtr<MTL::CommandBuffer> commands = NS::RetainPtr(device.queue()->commandBuffer());
+  WorkOrder* const order = work.order;
+  // Waited for before the encoder is made, because that is where the wait stands in the buffer.
+  if (commands && order != nullptr && range.first == 0 && order->done != 0) {
+    commands->encodeWait(order->event, order->done);
+  }
+  MTL::ComputeCommandEncoder* encoder = commands ? commands->computeCommandEncoder() : nullptr;
+  if (encoder == nullptr) {
+    places.release();
+    throw DeviceError("metal: the device gives no command buffer");
+  }
+  commands->setLabel(work.kernels[range.first]->pipeline->label());
+  encode(encoder, work, range);
+  if (order != nullptr && range.last == work.schedule.dispatches.size()) {
+    commands->encodeSignalEvent(order->event, ++order->done);
+  }
+  commands->addCompletedHandler(give_place_back);
   commands->commit();
   return commands;
 }
 
-struct Committed {
-  MTL::CommandBuffer* commands;  // autoreleased by the caller's pool
-  std::size_t first;             // dispatches [first, last)
-  std::size_t last;
-};
-
-// What the GPU has been given. However a call ends, it waits for all of it: the call's buffers are
-// freed next.
-class InFlight {
- public:
-  explicit InFlight(std::size_t most) { committed_.reserve(most); }
-  ~InFlight() {
-    for (const Committed& one : committed_) one.commands->waitUntilCompleted();
-  }
-  InFlight(const InFlight&) = delete;
-  InFlight& operator=(const InFlight&) = delete;
-
-  void add(const Committed& one) { committed_.push_back(one); }
-  const std::vector<Committed>& all() const { return committed_; }
-
- private:
-  std::vector<Committed> committed_;
-};
-
-std::string failure_text(const Committed& failed, const Schedule& schedule) {
+std::string failure_text(const NS::Error* error, const Schedule& schedule, const Range& range) {
   std::string kernels;
-  for (std::size_t i = failed.first; i < failed.last; ++i) {
+  for (std::size_t i = range.first; i < range.last; ++i) {
     kernels += (kernels.empty() ? "" : ", ") + to_string(schedule.dispatches[i].key);
   }
-  return "metal: a command buffer failed: " + describe(failed.commands->error()) +
-         "\nits kernels: " + kernels;
+  return "metal: a command buffer failed: " + describe(error) + "\nits kernels: " + kernels;
 }
 
 }  // namespace
 
-double gpu_seconds() {
-  const std::lock_guard lock(seconds_mutex);
-  return seconds_of_gpu;
+double gpu_seconds() { return static_cast<double>(nanoseconds_of_gpu.load()) * 1e-9; }
+
+void Submission::end() {
+  for (const Committed& one : committed_) one.commands->waitUntilCompleted();
+  committed_.clear();
 }
 
-void run_schedule(const Device& device, PipelineCache& cache, const Schedule& schedule,
-                  const SlotTable& slots) {
-  const AutoreleaseScope scope;
-  Pipelines pipelines;
-  for (const Dispatch& dispatch : schedule.dispatches) pipelines.push_back(cache.get(dispatch.key));
-
-  InFlight in_flight(schedule.dispatches.size());
-  std::string failure;
-  for (std::size_t first = 0; first < schedule.dispatches.size() && failure.empty();) {
-    std::size_t last = first + 1;
-    const int number = schedule.dispatches[first].command_buffer;
-    while (last < schedule.dispatches.size() && schedule.dispatches[last].command_buffer == number)
-      ++last;
-    try {
-      in_flight.add({commit_range(device, schedule, pipelines, slots, first, last), first, last});
-    } catch (const DeviceError& refused) {
-      failure = refused.what();
+void Submission::commit(const Device& device, const EncodableWork& work) {
+  const std::vector<Dispatch>& dispatches = work.schedule.dispatches;
+  assert(committed_.empty() && work.kernels.size() == dispatches.size());
+  committed_.reserve(dispatches.size());  // nothing may throw once the GPU has been given work
+  Range range{0, 0};
+  while (range.first < dispatches.size()) {
+    const int number = dispatches[range.first].command_buffer;
+    range.last = range.first + 1;
+    while (range.last < dispatches.size() && dispatches[range.last].command_buffer == number) {
+      ++range.last;
     }
-    first = last;
+    try {
+      committed_.push_back({commit_range(device, work, range), range.first, range.last});
+    } catch (const DeviceError&) {
+      wait(work.schedule);
+      throw;
+    }
+    range.first = range.last;
   }
-  for (const Committed& one : in_flight.all()) {
+}
+
+std::string Submission::wait(const Schedule& schedule) {
+  std::string failure;
+  for (const Committed& one : committed_) {
     one.commands->waitUntilCompleted();
     add_gpu_seconds(one.commands->GPUEndTime() - one.commands->GPUStartTime());
     const bool completed = one.commands->status() == MTL::CommandBufferStatusCompleted;
-    if (!completed && failure.empty()) failure = failure_text(one, schedule);
+    if (!completed && failure.empty()) {
+      failure = failure_text(one.commands->error(), schedule, {one.first, one.last});
+    }
   }
-  if (!failure.empty()) throw DeviceError(failure);
+  committed_.clear();
+  return failure;
+}
+
+bool Submission::is_done() const {
+  for (const Committed& one : committed_) {
+    const MTL::CommandBufferStatus status = one.commands->status();
+    if (status != MTL::CommandBufferStatusCompleted && status != MTL::CommandBufferStatusError) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace flashattn::metal

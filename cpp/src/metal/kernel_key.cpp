@@ -126,4 +126,30 @@ std::int64_t threadgroup_memory(const KernelKey& key) {
   return (std::int64_t{4} * floats + kGranule - 1) / kGranule * kGranule;
 }
 
+std::size_t KernelKeyHash::operator()(const KernelKey& key) const {
+  std::uint64_t hash = 0;
+  const auto add = [&hash](auto value) {
+    constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15U;  // 2^64 over the golden ratio
+    hash = (hash ^ static_cast<std::uint64_t>(value)) * kOdd;
+    hash ^= hash >> 32;
+  };
+  const KernelOptions& options = key.options;
+  const RegisterVariant& variant = key.registers;
+  add(key.kind);
+  add(key.dtype);
+  for (const int size : {key.head_tile, key.value_tile, key.block_rows, key.block_columns,
+                         variant.row_fragments, variant.simdgroups}) {
+    add(size);
+  }
+  add(options.mask ? static_cast<int>(*options.mask) + 1 : 0);
+  for (const bool flag :
+       {key.accumulate, key.has_dlse, key.ragged, key.paged, options.softcap, options.alibi,
+        options.sinks, options.dropout, options.slope_gradient, variant.held, variant.value_held,
+        variant.apple_map, variant.full_rows, variant.vector_rows, variant.exact_tiles,
+        variant.split, variant.selects}) {
+    add(flag);
+  }
+  return static_cast<std::size_t>(hash);
+}
+
 }  // namespace flashattn::metal

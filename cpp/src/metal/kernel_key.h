@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flashattn/tensor.h"
+#include "metal/fixed_vector.h"
 #include "shaders/abi.h"
 
 namespace flashattn::metal {
@@ -105,7 +106,8 @@ std::string instantiation(const KernelKey& key);
 std::vector<FunctionConstantValue> function_constants(const KernelKey& key);
 
 // The buffers the kernel uses with this key's constants.
-std::vector<Binding> bindings(const KernelKey& key);
+using Bindings = FixedVector<Binding, abi::kBufferCount>;
+Bindings bindings(const KernelKey& key);
 
 // Whether the kernel reads ModifierParams.
 bool takes_modifiers(const KernelKey& key);
@@ -122,6 +124,11 @@ std::vector<FunctionConstantValue> register_constants(const KernelKey& key);
 std::int64_t register_memory(const KernelKey& key);
 // The file of the register kernels of a kind, "" where there is none.
 std::string register_file(KernelKind kind);
+
+// For tables by key.
+struct KernelKeyHash {
+  std::size_t operator()(const KernelKey& key) const;
+};
 
 // Threads of one threadgroup.
 int threads_per_threadgroup(const KernelKey& key);

@@ -24,7 +24,7 @@ KernelKind kind_of_buffers(const KernelKey& key) {
   return key.registers && key_side ? KernelKind::kBackwardDkv : key.kind;
 }
 
-std::vector<Binding> plain_bindings(const KernelKey& key) {
+Bindings plain_bindings(const KernelKey& key) {
   using namespace abi;
   switch (kind_of_buffers(key)) {
     case KernelKind::kForward:
@@ -94,10 +94,11 @@ std::vector<FunctionConstantValue> function_constants(const KernelKey& key) {
   return values;
 }
 
-std::vector<Binding> bindings(const KernelKey& key) {
-  std::vector<Binding> used = plain_bindings(key);
+Bindings bindings(const KernelKey& key) {
+  Bindings used = plain_bindings(key);
   const auto add = [&used](bool on, std::initializer_list<Binding> more) {
-    if (on) used.insert(used.end(), more);
+    if (!on) return;
+    for (const Binding& binding : more) used.push_back(binding);
   };
   add(key.ragged, {{abi::kBufferEntries}});
   // It has to know of the options only in which units scores are.

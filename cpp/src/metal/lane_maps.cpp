@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "flashattn/error.h"
 #include "metal/encode.h"
@@ -64,6 +66,8 @@ LaneMap classify(const LanePositions& positions, const LanePositions& floats) {
   return positions == apple_positions() ? LaneMap::kApple : LaneMap::kAny;
 }
 
+int lane_map_generation() { return generation.load(); }
+
 void forget_lane_maps() { ++generation; }
 
 // Throws DeviceError where the device cannot even do this.
@@ -75,9 +79,15 @@ LanePositions LaneMaps::probe(DType dtype) const {
   LanePositions positions{};
   const BufferPool::Lease buffer = pool_->take(sizeof positions);
   SlotTable slots{};
-  slots[abi::kBufferOut] = {buffer.get(), 0};
-  run_schedule(*device_, *pipelines_, schedule, slots);
-  std::memcpy(positions.data(), buffer.get()->contents(), sizeof positions);
+  slots[abi::kBufferOut] = {.buffer = buffer.get(), .offset = 0};
+  std::vector<const CompiledKernel*> kernels;
+  pipelines_->get_all(schedule.dispatches, &kernels);
+  Submission submission;
+  submission.commit(*device_, {.schedule = schedule, .kernels = kernels, .slots = slots});
+  if (const std::string failure = submission.wait(schedule); !failure.empty()) {
+    throw DeviceError(failure);
+  }
+  std::memcpy(positions.data(), buffer.contents(), sizeof positions);
   return positions;
 }
 
@@ -96,8 +106,9 @@ void LaneMaps::ask() {
   }
 }
 
-DeviceFacts LaneMaps::facts() {
-  DeviceFacts facts = device_->facts();
+DeviceFacts LaneMaps::facts(DeviceFacts reused) {
+  DeviceFacts facts = std::move(reused);
+  facts = device_->facts();
   const LaneMap allowed = allowed_map();
   if (allowed == LaneMap::kUnknown) return facts;
   const std::lock_guard lock(mutex_);

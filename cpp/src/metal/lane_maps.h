@@ -22,6 +22,9 @@ using LanePositions = std::array<std::uint32_t, 64>;
 // have to share.
 LaneMap classify(const LanePositions& positions, const LanePositions& floats);
 
+// Which answer of the GPU is in force: a number above 0 that forget_lane_maps() changes.
+int lane_map_generation();
+
 // Makes every LaneMaps ask its GPU again: for tests, whose simulated GPU changes its map.
 void forget_lane_maps();
 
@@ -32,8 +35,9 @@ class LaneMaps {
 
   // The facts with what is known of the maps, as far as FLASHATTN_METAL_KERNELS lets kernels use
   // it: "register" (the default) for those of the device's own map, "any" for those that take every
-  // map, "staged" for those that take none. Throws InvalidArgument for another value.
-  DeviceFacts facts();
+  // map, "staged" for those that take none. Throws InvalidArgument for another value. `reused`:
+  // older facts, whose memory the new ones take.
+  DeviceFacts facts(DeviceFacts reused = {});
 
   // After a kernel for tensors of `dtype` could not do with the map `chosen`, for the reason given:
   // the next weaker choice, which describe() tells.

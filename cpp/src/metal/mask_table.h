@@ -11,6 +11,8 @@ namespace flashattn::metal {
 
 // `mask` is what the kernels see, in host memory; without an address (memory that only the GPU
 // reads) every tile counts as mixed. By the strides that schedule_options.cpp gives the kernels.
-std::vector<TileVisibility> mask_table(const AttentionProblem& problem, const TensorView& mask);
+// `reused`: an older table, whose memory the new one takes.
+std::vector<TileVisibility> mask_table(const AttentionProblem& problem, const TensorView& mask,
+                                       std::vector<TileVisibility> reused = {});
 
 }  // namespace flashattn::metal

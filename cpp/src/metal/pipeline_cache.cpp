@@ -74,7 +74,7 @@ NS::SharedPtr<MTL::ComputePipelineState> PipelineCache::make(const KernelKey& ke
   const NS::SharedPtr<MTL::Library> compiled = library(key);
   const NS::SharedPtr<MTL::Function> function = specialise(compiled.get(), key);
   const auto descriptor = NS::TransferPtr(MTL::ComputePipelineDescriptor::alloc()->init());
-  descriptor->setLabel(to_ns(to_string(key)));
+  descriptor->setLabel(to_ns("flashattn " + to_string(key)));
   descriptor->setComputeFunction(function.get());
   archive_.attach(descriptor.get());
   if (auto found = archive_.find(descriptor.get())) {
@@ -95,16 +95,41 @@ NS::SharedPtr<MTL::ComputePipelineState> PipelineCache::make(const KernelKey& ke
   return pipeline;
 }
 
-NS::SharedPtr<MTL::ComputePipelineState> PipelineCache::get(const KernelKey& key) {
-  return pipelines_.get(to_string(key), [&] {
+const CompiledKernel* PipelineCache::find(const KernelKey& key) {
+  const std::lock_guard lock(kernels_mutex_);
+  const auto found = kernels_.find(key);
+  return found == kernels_.end() ? nullptr : found->second.get();
+}
+
+const CompiledKernel& PipelineCache::get(const KernelKey& key) {
+  if (const CompiledKernel* ready = find(key)) return *ready;
+  return *making_.get(key, [&]() -> const CompiledKernel* {
     const AutoreleaseScope scope;
+    auto made = std::make_unique<CompiledKernel>();
     try {
-      return make(key);
+      made->pipeline = make(key);
     } catch (const DeviceError& error) {
       if (!key.registers) throw;
       throw KernelRefused(error.what());
     }
+    const std::lock_guard lock(kernels_mutex_);
+    return kernels_.emplace(key, std::move(made)).first->second.get();
   });
+}
+
+void PipelineCache::get_all(const std::vector<Dispatch>& dispatches,
+                            std::vector<const CompiledKernel*>* kernels) {
+  kernels->assign(dispatches.size(), nullptr);
+  {
+    const std::lock_guard lock(kernels_mutex_);
+    for (std::size_t i = 0; i < dispatches.size(); ++i) {
+      const auto found = kernels_.find(dispatches[i].key);
+      if (found != kernels_.end()) (*kernels)[i] = found->second.get();
+    }
+  }
+  for (std::size_t i = 0; i < dispatches.size(); ++i) {
+    if ((*kernels)[i] == nullptr) (*kernels)[i] = &get(dispatches[i].key);
+  }
 }
 
 }  // namespace flashattn::metal

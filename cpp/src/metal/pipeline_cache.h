@@ -4,14 +4,17 @@
 
 #include <Metal/Metal.hpp>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "flashattn/error.h"
 #include "metal/kernel_key.h"
 #include "metal/once_map.h"
 #include "metal/pipeline_archive.h"
+#include "metal/schedule.h"
 
 namespace flashattn::metal {
 
@@ -21,6 +24,13 @@ struct PipelineFacts {
   std::string kernel;
   int threads = 0;  // that the kernel is run with
   int most_threads = 0;
+};
+
+// A kernel that can be run. Its cache keeps it for good.
+struct CompiledKernel {
+  NS::SharedPtr<MTL::ComputePipelineState> pipeline;
+  // What lane_map_generation() was when a run of it was last seen to end well; 0: never.
+  mutable std::atomic<int> proven{0};
 };
 
 // A register kernel that the device's compiler does not take, or not with the threads it needs:
@@ -37,7 +47,12 @@ class PipelineCache {
 
   // Throws DeviceError, KernelRefused for a register kernel, with the key, the compiler's log and
   // the source line it names.
-  NS::SharedPtr<MTL::ComputePipelineState> get(const KernelKey& key);
+  const CompiledKernel& get(const KernelKey& key);
+
+  // The kernels of all dispatches, in place of what `kernels` holds; throws likewise. Takes no
+  // memory and one lock where all of them are there.
+  void get_all(const std::vector<Dispatch>& dispatches,
+               std::vector<const CompiledKernel*>* kernels);
 
   // How many pipelines were compiled by this process, and how many came out of the archive.
   int compiled() const { return compiled_.load(); }
@@ -47,14 +62,20 @@ class PipelineCache {
   std::vector<PipelineFacts> facts() const;
 
  private:
+  using Kernels =
+      std::unordered_map<KernelKey, std::unique_ptr<const CompiledKernel>, KernelKeyHash>;
+
+  const CompiledKernel* find(const KernelKey& key);
   NS::SharedPtr<MTL::ComputePipelineState> make(const KernelKey& key);
   NS::SharedPtr<MTL::Library> library(const KernelKey& key);
   void check_limits(MTL::ComputePipelineState* state, const KernelKey& key);
 
   MTL::Device* device_;
   PipelineArchive archive_;
-  OnceMap<NS::SharedPtr<MTL::Library>> libraries_;               // by function_name
-  OnceMap<NS::SharedPtr<MTL::ComputePipelineState>> pipelines_;  // by to_string(key)
+  OnceMap<std::string, NS::SharedPtr<MTL::Library>> libraries_;  // by function_name
+  OnceMap<KernelKey, const CompiledKernel*, KernelKeyHash> making_;
+  std::mutex kernels_mutex_;
+  Kernels kernels_;  // those that are ready
   std::atomic<int> compiled_{0};
   std::atomic<int> from_archive_{0};
   mutable std::mutex facts_mutex_;

@@ -5,6 +5,7 @@
 #include <cassert>
 #include <numbers>
 #include <optional>
+#include <utility>
 
 #include "core/make_visibility.h"
 #include "metal/schedule_builder.h"
@@ -91,30 +92,20 @@ struct ProductPass {
   int value_products;
 };
 
-// Rows of each entry of a call, or of all of them where they are the same.
-std::vector<std::int64_t> rows_of_entries(const AttentionProblem& problem,
-                                          const AttentionInputs& in) {
-  if (!problem.packed) return {problem.seqlen_q};
-  std::vector<std::int64_t> rows;
-  for (const Entry& entry : make_entries(problem, in)) rows.push_back(entry.seqlen_q);
-  return rows;
-}
-
 // What the passes of one call share.
 struct CallPasses {
   const AttentionProblem& problem;
-  const DeviceFacts& facts;
+  const KernelChoice& choice;
   Geometry geometry;
   bool vector_rows;
-  bool selects;
 
   std::optional<KernelKey> register_key(KernelKind kind, std::int64_t rows) const {
-    return with_facts(choose_register(product_key(kind, problem, geometry), rows, facts));
+    return with_facts(choose_register(product_key(kind, problem, geometry), rows, choice.facts));
   }
 
   std::optional<KernelKey> split_key() const {
     return with_facts(choose_split(product_key(KernelKind::kForward, problem, geometry),
-                                   problem.heads_per_kv(), facts));
+                                   problem.heads_per_kv(), choice.facts));
   }
 
   // A register kernel, and what the call lets it leave out.
@@ -123,7 +114,7 @@ struct CallPasses {
     key->registers.vector_rows = vector_rows;
     key->registers.exact_tiles =
         problem.head_dim == geometry.head_tile && problem.value_dim == geometry.value_tile;
-    key->registers.selects = selects;
+    key->registers.selects = choice.selects;
     return key;
   }
 };
@@ -167,7 +158,10 @@ bool add_split(const CallPasses& call, const AttentionInputs& in,
   if (chunks < 2) return true;
   std::int64_t few = 0;  // rows of the tallest entry that is split
   bool others = false;
-  for (const std::int64_t rows : rows_of_entries(problem, in)) {
+  const std::int64_t heights = problem.packed ? problem.batch : 1;  // else all are the same
+  for (std::int64_t b = 0; b < heights; ++b) {
+    const std::int64_t rows =
+        problem.packed ? make_entry(problem, in, b).seqlen_q : problem.seqlen_q;
     if (rows > kFewRows) others = true;
     if (rows <= kFewRows) few = std::max(few, rows);
   }
@@ -176,7 +170,7 @@ bool add_split(const CallPasses& call, const AttentionInputs& in,
   const std::int64_t parts = problem.batch * problem.query_heads * few * chunks;
   constexpr std::int64_t kFloat = sizeof(float);
   const std::int64_t part_bytes = parts * std::max<std::int64_t>(problem.value_dim, 2) * kFloat;
-  const std::int64_t most = call.facts.max_buffer_length;
+  const std::int64_t most = call.choice.facts.max_buffer_length;
   if (most != 0 && part_bytes > most) return true;  // 0: not known
   builder->set_split(few, kChunkKeys, chunks);
   builder->add_scratch(abi::kBufferPartialOut, parts * problem.value_dim * kFloat);
@@ -249,20 +243,20 @@ bool has_status(const Schedule& schedule) {
 }
 
 Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
-                          const std::vector<Visibility>& visibility, const DeviceFacts& facts,
-                          bool selects) {
+                          const std::vector<Visibility>& visibility, const KernelChoice& choice,
+                          Schedule reused) {
   assert(std::ssize(visibility) == problem.batch);
   const AttentionInputs& in = tensors.inputs;
   const CallPasses call{.problem = problem,
-                        .facts = facts,
-                        .geometry = choose_geometry(problem, facts),
+                        .choice = choice,
+                        .geometry = choose_geometry(problem, choice.facts),
                         .vector_rows = has_vector_rows(in.query) && has_vector_rows(in.key) &&
-                                       has_vector_rows(in.value),
-                        .selects = selects};
+                                       has_vector_rows(in.value)};
   ScheduleBuilder builder(
-      facts, call_params(problem, tensors),
+      choice.facts, call_params(problem, tensors),
       modifier_params(problem,
-                      {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}));
+                      {.mask = in.mask, .alibi_slopes = in.alibi_slopes, .sinks = in.sinks}),
+      std::move(reused));
   builder.add_visibility(visibility, problem.alibi);
   builder.add_entries(problem, in);
   if (add_split(call, in, visibility, &builder)) {
@@ -272,20 +266,21 @@ Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors&
 }
 
 Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& given,
-                           const std::vector<Visibility>& visibility, const DeviceFacts& facts,
-                           bool selects) {
+                           const std::vector<Visibility>& visibility, const KernelChoice& choice,
+                           Schedule reused) {
   assert(std::ssize(visibility) == problem.batch);
-  const Geometry geometry = choose_geometry(problem, facts);
+  const Geometry geometry = choose_geometry(problem, choice.facts);
   BackwardTensors tensors = given;
   if (!given.dq && given.dalibi_slopes) tensors.dq = scratch_dq(problem);
   const AttentionInputs& in = tensors.inputs;
-  ScheduleBuilder builder(facts, call_params(problem, tensors),
+  ScheduleBuilder builder(choice.facts, call_params(problem, tensors),
                           modifier_params(problem, {.mask = in.mask,
                                                     .alibi_slopes = in.alibi_slopes,
                                                     .sinks = in.sinks,
                                                     .dmask = tensors.dmask,
                                                     .dalibi_slopes = tensors.dalibi_slopes,
-                                                    .dsinks = tensors.dsinks}));
+                                                    .dsinks = tensors.dsinks}),
+                          std::move(reused));
   builder.add_visibility(visibility, problem.alibi);
   builder.add_entries(problem, in);
   const std::int64_t heads = problem.batch * problem.query_heads;
@@ -308,11 +303,10 @@ Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensor
   if (tensors.dalibi_slopes) builder.add_scratch(abi::kBufferSlopeRows, row_bytes);
   if (tensors.dq && !given.dq) builder.add_scratch(abi::kBufferDq, contiguous_bytes(tensors.dq));
   const CallPasses call{.problem = problem,
-                        .facts = facts,
+                        .choice = choice,
                         .geometry = geometry,
                         .vector_rows = has_vector_rows(in.query) && has_vector_rows(in.key) &&
-                                       has_vector_rows(in.value) && has_vector_rows(tensors.dout),
-                        .selects = selects};
+                                       has_vector_rows(in.value) && has_vector_rows(tensors.dout)};
   add_products(call, tensors, &builder);
   if (tensors.dalibi_slopes) {
     const bool per_batch = in.alibi_slopes.rank == 2;

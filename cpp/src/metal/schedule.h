@@ -46,18 +46,25 @@ Support supports(const AttentionProblem& problem, const DeviceFacts& facts);
 // Whether a kernel of the schedule may leave something in the status word.
 bool has_status(const Schedule& schedule);
 
+// What the kernels of a schedule are chosen by.
+struct KernelChoice {
+  const DeviceFacts& facts;
+  // Register kernels keep values that are not finite from rows that may not see them, instead of
+  // telling of them in the status word.
+  bool selects = false;
+};
+
 // The passes. Only shapes and strides are read from the tensors, and the values of the integer
 // arrays that say where entries lie; `visibility` has one entry per batch entry. The problem is
 // supported and neither batch, query_heads nor seqlen_q is 0. Backward writes the gradients that
-// are given, but with seqlen_k 0 only dsinks: the others are 0 or empty. selects: register kernels
-// keep values that are not finite from rows that may not see them, instead of telling of them in
-// the status word.
+// are given, but with seqlen_k 0 only dsinks: the others are 0 or empty. `reused`: an older
+// schedule, whose memory the new one takes.
 Schedule schedule_forward(const AttentionProblem& problem, const ForwardTensors& tensors,
-                          const std::vector<Visibility>& visibility, const DeviceFacts& facts,
-                          bool selects = false);
+                          const std::vector<Visibility>& visibility, const KernelChoice& choice,
+                          Schedule reused = {});
 Schedule schedule_backward(const AttentionProblem& problem, const BackwardTensors& tensors,
-                           const std::vector<Visibility>& visibility, const DeviceFacts& facts,
-                           bool selects = false);
+                           const std::vector<Visibility>& visibility, const KernelChoice& choice,
+                           Schedule reused = {});
 
 // One line per dispatch, for golden tests and logs.
 std::string to_string(const Schedule& schedule);

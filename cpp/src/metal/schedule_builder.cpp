@@ -2,6 +2,7 @@
 #include "metal/schedule_builder.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/make_visibility.h"
 #include "metal/tuning.h"
@@ -23,6 +24,20 @@ abi::RowInterval row_interval(const Visibility& visibility) {
 
 }  // namespace
 
+ScheduleBuilder::ScheduleBuilder(const DeviceFacts& facts, const abi::AttentionParams& params,
+                                 const abi::ModifierParams& modifiers, Schedule reused)
+    : schedule_(std::move(reused)),
+      max_flops_(facts.max_flops_per_command_buffer),
+      params_(params),
+      modifiers_(modifiers) {
+  schedule_.dispatches.clear();
+  schedule_.row_intervals.clear();
+  schedule_.row_shifts.clear();
+  schedule_.entries.clear();
+  schedule_.block_table.clear();
+  schedule_.scratch.clear();
+}
+
 void ScheduleBuilder::add_visibility(const std::vector<Visibility>& visibility, bool alibi) {
   for (const Visibility& entry : visibility) {
     schedule_.row_intervals.push_back(row_interval(entry));
@@ -33,7 +48,8 @@ void ScheduleBuilder::add_visibility(const std::vector<Visibility>& visibility, 
 void ScheduleBuilder::add_entries(const AttentionProblem& problem, const AttentionInputs& inputs) {
   const auto narrow = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
   const std::int64_t pages = problem.page_size == 0 ? 0 : inputs.block_table.shape[1];
-  for (const Entry& entry : make_entries(problem, inputs)) {
+  for (std::int64_t b = 0; problem.ragged() && b < problem.batch; ++b) {
+    const Entry entry = make_entry(problem, inputs, b);
     schedule_.entries.push_back({.query_batch = narrow(entry.query.batch),
                                  .query_row = narrow(entry.query.row),
                                  .key_batch = narrow(entry.key.batch),

@@ -14,10 +14,10 @@ namespace flashattn::metal {
 
 class ScheduleBuilder {
  public:
-  // `params` and `modifiers` are those of every dispatch, but for the threadgroups it takes.
+  // `params` and `modifiers` are those of every dispatch, but for the threadgroups it takes; the
+  // schedule takes the memory of `reused`.
   ScheduleBuilder(const DeviceFacts& facts, const abi::AttentionParams& params,
-                  const abi::ModifierParams& modifiers)
-      : max_flops_(facts.max_flops_per_command_buffer), params_(params), modifiers_(modifiers) {}
+                  const abi::ModifierParams& modifiers, Schedule reused);
 
   // The rules of each batch entry, as the kernels read them; row shifts for ALiBi alone.
   void add_visibility(const std::vector<Visibility>& visibility, bool alibi);

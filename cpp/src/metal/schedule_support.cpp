@@ -1,8 +1,8 @@
 // Which problems the kernels can do on a device, and the first reason why not; see schedule.h.
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "metal/fixed_vector.h"
 #include "metal/schedule.h"
 #include "metal/tuning.h"
 
@@ -27,8 +27,10 @@ std::int64_t most_threadgroups(const AttentionProblem& problem, const Geometry& 
        mask_tiles});
 }
 
+using NamedSizes = FixedVector<std::pair<const char*, double>, 6>;
+
 // Bytes of each array that takes a buffer of its own, when it is contiguous.
-std::vector<std::pair<const char*, double>> buffer_sizes(const AttentionProblem& problem) {
+NamedSizes buffer_sizes(const AttentionProblem& problem) {
   const auto size = [](std::initializer_list<std::int64_t> shape, DType dtype) {
     auto bytes = static_cast<double>(item_size(dtype));
     for (const std::int64_t n : shape) bytes *= static_cast<double>(n);
@@ -41,12 +43,11 @@ std::vector<std::pair<const char*, double>> buffer_sizes(const AttentionProblem&
   }
   std::int64_t keys = p.batch * p.seqlen_k;
   if (p.packed || p.page_size != 0) keys = p.total_k;
-  std::vector<std::pair<const char*, double>> sizes = {
-      {"query", size({p.batch, p.seqlen_q, p.query_heads, p.head_dim}, p.dtype)},
-      {"key", size({keys, p.kv_heads, p.head_dim}, p.dtype)},
-      {"value", size({keys, p.kv_heads, p.value_dim}, p.dtype)},
-      {"out", size({p.batch, p.seqlen_q, p.query_heads, p.value_dim}, p.dtype)},
-      {"lse", size({p.batch, p.query_heads, p.seqlen_q}, DType::kFloat32)}};
+  NamedSizes sizes = {{"query", size({p.batch, p.seqlen_q, p.query_heads, p.head_dim}, p.dtype)},
+                      {"key", size({keys, p.kv_heads, p.head_dim}, p.dtype)},
+                      {"value", size({keys, p.kv_heads, p.value_dim}, p.dtype)},
+                      {"out", size({p.batch, p.seqlen_q, p.query_heads, p.value_dim}, p.dtype)},
+                      {"lse", size({p.batch, p.query_heads, p.seqlen_q}, DType::kFloat32)}};
   if (p.mask != MaskKind::kNone) {
     const auto& shape = p.mask_shape;
     const DType dtype = p.mask_gradient ? DType::kFloat32 : p.mask_dtype;

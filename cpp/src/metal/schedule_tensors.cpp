@@ -7,7 +7,7 @@ namespace {
 
 using Params = abi::AttentionParams;
 
-std::vector<CallTensor> input_tensors(AttentionInputs& in) {
+CallTensors input_tensors(AttentionInputs& in) {
   return {{.slot = abi::kBufferQuery, .view = &in.query, .rows = &Params::query},
           {.slot = abi::kBufferKey, .view = &in.key, .rows = &Params::key},
           {.slot = abi::kBufferValue, .view = &in.value, .rows = &Params::value},
@@ -18,34 +18,35 @@ std::vector<CallTensor> input_tensors(AttentionInputs& in) {
 
 }  // namespace
 
-std::vector<CallTensor> call_tensors(ForwardTensors& t) {
+CallTensors call_tensors(ForwardTensors& t) {
   constexpr auto kOutput = TensorRole::kOutput;
-  std::vector<CallTensor> table = input_tensors(t.inputs);
+  CallTensors table = input_tensors(t.inputs);
   table.push_back({.slot = abi::kBufferOut, .view = &t.out, .role = kOutput, .rows = &Params::out});
   table.push_back(
       {.slot = abi::kBufferLse, .view = &t.lse, .role = kOutput, .scalars = &Params::lse});
   return table;
 }
 
-std::vector<CallTensor> call_tensors(BackwardTensors& t) {
+CallTensors call_tensors(BackwardTensors& t) {
   constexpr auto kOutput = TensorRole::kOutput;
-  std::vector<CallTensor> table = input_tensors(t.inputs);
-  const std::vector<CallTensor> more = {
-      {.slot = abi::kBufferOut, .view = &t.out, .rows = &Params::out},
-      {.slot = abi::kBufferLse, .view = &t.lse, .scalars = &Params::lse},
-      {.slot = abi::kBufferDout, .view = &t.dout, .rows = &Params::dout},
-      {.slot = abi::kBufferDlse, .view = &t.dlse, .scalars = &Params::dlse},
-      {.slot = abi::kBufferDq, .view = &t.dq, .role = kOutput, .rows = &Params::dq},
-      {.slot = abi::kBufferDk, .view = &t.dk, .role = kOutput, .rows = &Params::dk},
-      {.slot = abi::kBufferDv, .view = &t.dv, .role = kOutput, .rows = &Params::dv},
-      {.slot = abi::kBufferDmask, .view = &t.dmask, .role = kOutput},
-      {.slot = abi::kBufferDalibiSlopes, .view = &t.dalibi_slopes, .role = kOutput},
-      {.slot = abi::kBufferDsinks, .view = &t.dsinks, .role = kOutput}};
-  table.insert(table.end(), more.begin(), more.end());
+  CallTensors table = input_tensors(t.inputs);
+  for (const CallTensor& more : std::initializer_list<CallTensor>{
+           {.slot = abi::kBufferOut, .view = &t.out, .rows = &Params::out},
+           {.slot = abi::kBufferLse, .view = &t.lse, .scalars = &Params::lse},
+           {.slot = abi::kBufferDout, .view = &t.dout, .rows = &Params::dout},
+           {.slot = abi::kBufferDlse, .view = &t.dlse, .scalars = &Params::dlse},
+           {.slot = abi::kBufferDq, .view = &t.dq, .role = kOutput, .rows = &Params::dq},
+           {.slot = abi::kBufferDk, .view = &t.dk, .role = kOutput, .rows = &Params::dk},
+           {.slot = abi::kBufferDv, .view = &t.dv, .role = kOutput, .rows = &Params::dv},
+           {.slot = abi::kBufferDmask, .view = &t.dmask, .role = kOutput},
+           {.slot = abi::kBufferDalibiSlopes, .view = &t.dalibi_slopes, .role = kOutput},
+           {.slot = abi::kBufferDsinks, .view = &t.dsinks, .role = kOutput}}) {
+    table.push_back(more);
+  }
   return table;
 }
 
-void set_strides(const std::vector<CallTensor>& table, abi::AttentionParams* params) {
+void set_strides(const CallTensors& table, abi::AttentionParams* params) {
   for (const CallTensor& tensor : table) {
     if (!*tensor.view) continue;
     const auto& stride = tensor.view->stride;

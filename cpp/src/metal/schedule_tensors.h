@@ -2,9 +2,8 @@
 // what becomes of it on its way to the GPU, and where its strides stand in the parameters.
 #pragma once
 
-#include <vector>
-
 #include "flashattn/attention.h"
+#include "metal/fixed_vector.h"
 #include "shaders/abi.h"
 
 namespace flashattn::metal {
@@ -24,11 +23,14 @@ struct CallTensor {
   abi::ScalarStrides abi::AttentionParams::* scalars = nullptr;
 };
 
+// All that a call may have: six inputs, and backward ten more.
+using CallTensors = FixedVector<CallTensor, 16>;
+
 // The table over a call's own structs, whose views a binder replaces with what kernels see.
-std::vector<CallTensor> call_tensors(ForwardTensors& tensors);
-std::vector<CallTensor> call_tensors(BackwardTensors& tensors);
+CallTensors call_tensors(ForwardTensors& tensors);
+CallTensors call_tensors(BackwardTensors& tensors);
 
 // Writes the strides of every tensor of the table that is there.
-void set_strides(const std::vector<CallTensor>& table, abi::AttentionParams* params);
+void set_strides(const CallTensors& table, abi::AttentionParams* params);
 
 }  // namespace flashattn::metal

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cassert>
-#include <vector>
 
+#include "metal/fixed_vector.h"
 #include "metal/kernel_key.h"
 
 namespace flashattn::metal {
@@ -17,13 +17,13 @@ struct Block {
 };
 
 // Every kernel of the pass that has tiles, with and without options: these change no size.
-std::vector<KernelKey> tiled_kernels(const Geometry& geometry, Pass pass) {
-  std::vector<KernelKind> kinds = {KernelKind::kForward};
+FixedVector<KernelKey, 4> tiled_kernels(const Geometry& geometry, Pass pass) {
+  FixedVector<KernelKind, 4> kinds = {KernelKind::kForward};
   if (pass == Pass::kBackward) {
     kinds = {KernelKind::kBackwardDq, KernelKind::kBackwardDv, KernelKind::kBackwardDk,
              KernelKind::kMaskGradient};
   }
-  std::vector<KernelKey> keys;
+  FixedVector<KernelKey, 4> keys;
   for (const KernelKind kind : kinds) {
     keys.push_back({.kind = kind,
                     .head_tile = geometry.head_tile,

@@ -67,25 +67,25 @@ BinaryArchive* open_binary_archive(const BinaryArchiveDescriptor* descriptor, Er
 
 void register_binary_archive() {
   allocatable<BinaryArchiveDescriptor>("MTLBinaryArchiveDescriptor");
-  instance_method(
-      "MTLBinaryArchiveDescriptor", "setUrl:", +[](BinaryArchiveDescriptor* self, SEL, Url* url) {
-        self->url = Ref<Url>::retaining(url);
-      });
+  instance_method("MTLBinaryArchiveDescriptor",
+                  "setUrl:", [](BinaryArchiveDescriptor* self, SEL, Url* url) {
+                    self->url = Ref<Url>::retaining(url);
+                  });
   const char* const name = "MTLBinaryArchive";
-  instance_method(name, "setLabel:", +[](BinaryArchive*, SEL, String*) {});
+  instance_method(name, "setLabel:", [](BinaryArchive*, SEL, String*) {});
   instance_method(
       name, "addComputePipelineFunctionsWithDescriptor:error:",
-      +[](BinaryArchive* self, SEL, PipelineDescriptor* descriptor, Error**) {
+      [](BinaryArchive* self, SEL, PipelineDescriptor* descriptor, Error**) {
         if (descriptor == nullptr || !descriptor->function) {
           fail_validation("addComputePipelineFunctions: the descriptor has no function");
         }
         self->identities.insert(descriptor->function->identity());
         return true;
       });
-  instance_method(
-      name, "serializeToURL:error:", +[](BinaryArchive* self, SEL, Url* url, Error** error) {
-        return serialize_to(*self, url, error);
-      });
+  instance_method(name,
+                  "serializeToURL:error:", [](BinaryArchive* self, SEL, Url* url, Error** error) {
+                    return serialize_to(*self, url, error);
+                  });
 }
 
 }  // namespace simulated

@@ -86,21 +86,19 @@ Buffer::~Buffer() {
 
 void register_buffer() {
   const char* const name = "MTLBuffer";
-  instance_method(
-      name, "contents",
-      +[](Buffer* self, SEL) -> void* { return self->is_private() ? nullptr : self->contents(); });
-  instance_method(
-      name, "length", +[](Buffer* self, SEL) { return static_cast<NS::UInteger>(self->length()); });
-  instance_method(name, "device", +[](Buffer*, SEL) { return the_device(); });
-  instance_method(name, "setLabel:", +[](Buffer*, SEL, String*) {});
-  instance_method(
-      name, "storageMode", +[](Buffer* self, SEL) {
-        return self->is_private() ? MTL::StorageModePrivate : MTL::StorageModeShared;
-      });
-  instance_method(
-      name, "gpuAddress", +[](Buffer* self, SEL) {
-        return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(self->contents()));
-      });
+  instance_method(name, "contents", [](Buffer* self, SEL) -> void* {
+    return self->is_private() ? nullptr : self->contents();
+  });
+  instance_method(name, "length",
+                  [](Buffer* self, SEL) { return static_cast<NS::UInteger>(self->length()); });
+  instance_method(name, "device", [](Buffer*, SEL) { return the_device(); });
+  instance_method(name, "setLabel:", [](Buffer*, SEL, String*) {});
+  instance_method(name, "storageMode", [](Buffer* self, SEL) {
+    return self->is_private() ? MTL::StorageModePrivate : MTL::StorageModeShared;
+  });
+  instance_method(name, "gpuAddress", [](Buffer* self, SEL) {
+    return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(self->contents()));
+  });
 }
 
 }  // namespace simulated

@@ -1,7 +1,9 @@
 // Running, waiting for and the methods of MTLCommandBuffer.
 #include "device/command_buffer.h"
 
+#include <algorithm>
 #include <atomic>
+#include <unordered_set>
 
 #include "device/command_encoder.h"
 #include "device/faults.h"
@@ -85,6 +87,34 @@ void CommandBuffer::add_completed_handler(const void* block) {
   completed_handlers_.push_back(_Block_copy(block));
 }
 
+void CommandBuffer::add_wait(Event* event, std::uint64_t value) {
+  if (encoder_open_) fail_validation("encodeWaitForEvent: an encoder has not ended encoding");
+  waits_.push_back({Ref<Event>::retaining(event), value});
+}
+
+void CommandBuffer::add_signal(Event* event, std::uint64_t value) {
+  if (encoder_open_) fail_validation("encodeSignalEvent: an encoder has not ended encoding");
+  signals_.push_back({Ref<Event>::retaining(event), value});
+}
+
+bool CommandBuffer::is_ready() const {
+  return std::all_of(waits_.begin(), waits_.end(),
+                     [](const EventValue& wait) { return wait.event->has_reached(wait.value); });
+}
+
+bool CommandBuffer::shares_buffer(const CommandBuffer& other) const {
+  std::unordered_set<const Buffer*> own;
+  for (const EncodedDispatch& dispatch : dispatches_) {
+    for (const Ref<Buffer>& buffer : dispatch.buffers) own.insert(buffer.get());
+  }
+  for (const EncodedDispatch& dispatch : other.dispatches_) {
+    for (const Ref<Buffer>& buffer : dispatch.buffers) {
+      if (own.contains(buffer.get())) return true;
+    }
+  }
+  return false;
+}
+
 std::string CommandBuffer::run_dispatches() {
   if (std::string fault = take_planted_fault(); !fault.empty()) return fault;
   for (const EncodedDispatch& dispatch : dispatches_) {
@@ -101,6 +131,7 @@ void CommandBuffer::run(double* clock) {
   const std::string failure = run_dispatches();
   *clock = end_seconds_;
   dispatches_.clear();
+  for (const EventValue& signal : signals_) signal.event->signal(signal.value);
   {
     const std::lock_guard lock(mutex_);
     if (!failure.empty()) {
@@ -109,6 +140,7 @@ void CommandBuffer::run(double* clock) {
     }
     status_ = failure.empty() ? MTL::CommandBufferStatusCompleted : MTL::CommandBufferStatusError;
   }
+  note_in_flight(-1);  // before anyone can know that there is a place for another one
   for (const void* handler : completed_handlers_) {
     auto call = reinterpret_cast<MTL::CommandBufferHandler>(const_cast<void*>(handler));
     call(reinterpret_cast<MTL::CommandBuffer*>(this));
@@ -132,23 +164,28 @@ Error* CommandBuffer::error() const {
 
 void register_command_buffer() {
   const char* const name = "MTLCommandBuffer";
-  instance_method(name, "setLabel:", +[](CommandBuffer*, SEL, String*) {});
-  instance_method(
-      name, "computeCommandEncoder",
-      +[](CommandBuffer* self, SEL) { return autoreleased(new CommandEncoder(self)); });
-  instance_method(name, "commit", +[](CommandBuffer* self, SEL) { self->commit(); });
-  instance_method(
-      name, "waitUntilCompleted", +[](CommandBuffer* self, SEL) { self->wait_until_completed(); });
-  instance_method(
-      name, "addCompletedHandler:", +[](CommandBuffer* self, SEL, const void* block) {
-        self->add_completed_handler(block);
-      });
-  instance_method(name, "status", +[](CommandBuffer* self, SEL) { return self->status(); });
-  instance_method(name, "error", +[](CommandBuffer* self, SEL) { return self->error(); });
-  instance_method(
-      name, "GPUStartTime", +[](CommandBuffer* self, SEL) { return self->start_seconds(); });
-  instance_method(
-      name, "GPUEndTime", +[](CommandBuffer* self, SEL) { return self->end_seconds(); });
+  instance_method(name, "setLabel:", [](CommandBuffer*, SEL, String*) {});
+  instance_method(name, "computeCommandEncoder",
+                  [](CommandBuffer* self, SEL) { return autoreleased(new CommandEncoder(self)); });
+  instance_method(name, "commit", [](CommandBuffer* self, SEL) { self->commit(); });
+  instance_method(name, "waitUntilCompleted",
+                  [](CommandBuffer* self, SEL) { self->wait_until_completed(); });
+  instance_method(name, "addCompletedHandler:", [](CommandBuffer* self, SEL, const void* block) {
+    self->add_completed_handler(block);
+  });
+  instance_method(name, "encodeWaitForEvent:value:",
+                  [](CommandBuffer* self, SEL, Event* event, std::uint64_t value) {
+                    self->add_wait(event, value);
+                  });
+  instance_method(name, "encodeSignalEvent:value:",
+                  [](CommandBuffer* self, SEL, Event* event, std::uint64_t value) {
+                    self->add_signal(event, value);
+                  });
+  instance_method(name, "status", [](CommandBuffer* self, SEL) { return self->status(); });
+  instance_method(name, "error", [](CommandBuffer* self, SEL) { return self->error(); });
+  instance_method(name, "GPUStartTime",
+                  [](CommandBuffer* self, SEL) { return self->start_seconds(); });
+  instance_method(name, "GPUEndTime", [](CommandBuffer* self, SEL) { return self->end_seconds(); });
 }
 
 }  // namespace simulated

@@ -10,6 +10,7 @@
 
 #include "device/buffer.h"
 #include "device/command_queue.h"
+#include "device/event.h"
 #include "device/pipeline.h"
 #include "objc/error.h"
 
@@ -39,6 +40,12 @@ class CommandBuffer : public Object {
   void commit();
   void wait_until_completed();
   void add_completed_handler(const void* block);
+  void add_wait(Event* event, std::uint64_t value);
+  void add_signal(Event* event, std::uint64_t value);
+  // Whether every event that it waits for has come.
+  bool is_ready() const;
+  // Whether one of its dispatches uses a buffer that one of the other's does.
+  bool shares_buffer(const CommandBuffer& other) const;
   void run(double* clock);  // on the queue's thread; moves the clock on, in seconds
 
   MTL::CommandBufferStatus status() const;
@@ -51,6 +58,8 @@ class CommandBuffer : public Object {
 
   Ref<CommandQueue> queue_;
   std::vector<EncodedDispatch> dispatches_;
+  std::vector<EventValue> waits_;
+  std::vector<EventValue> signals_;
   std::vector<const void*> completed_handlers_;  // heap blocks
   bool encoder_open_ = false;
   Ref<Error> error_;

@@ -177,40 +177,33 @@ void CommandEncoder::end_encoding() {
 
 void register_command_encoder() {
   const char* const name = "MTLComputeCommandEncoder";
-  instance_method(name, "setLabel:", +[](CommandEncoder*, SEL, String*) {});
-  instance_method(name, "pushDebugGroup:", +[](CommandEncoder*, SEL, String*) {});
-  instance_method(name, "popDebugGroup", +[](CommandEncoder*, SEL) {});
+  instance_method(name, "setLabel:", [](CommandEncoder*, SEL, String*) {});
+  instance_method(name, "pushDebugGroup:", [](CommandEncoder*, SEL, String*) {});
+  instance_method(name, "popDebugGroup", [](CommandEncoder*, SEL) {});
   instance_method(
-      name, "setComputePipelineState:", +[](CommandEncoder* self, SEL, PipelineState* pipeline) {
+      name, "setComputePipelineState:", [](CommandEncoder* self, SEL, PipelineState* pipeline) {
         self->set_pipeline(pipeline);
       });
-  instance_method(
-      name, "setBuffer:offset:atIndex:",
-      +[](CommandEncoder* self, SEL, Buffer* buffer, NS::UInteger offset, NS::UInteger index) {
-        self->set_buffer(buffer, offset, index);
-      });
-  instance_method(
-      name, "setBytes:length:atIndex:",
-      +[](CommandEncoder* self, SEL, const void* bytes, NS::UInteger length, NS::UInteger index) {
-        self->set_bytes(bytes, length, index);
-      });
-  instance_method(
-      name, "setThreadgroupMemoryLength:atIndex:",
-      +[](CommandEncoder* self, SEL, NS::UInteger length, NS::UInteger index) {
-        self->set_threadgroup_memory_length(length, index);
-      });
-  instance_method(
-      name, "dispatchThreadgroups:threadsPerThreadgroup:",
-      +[](CommandEncoder* self, SEL, MTL::Size threadgroups, MTL::Size threads) {
-        self->dispatch_threadgroups(threadgroups, threads);
-      });
-  instance_method(
-      name, "dispatchThreads:threadsPerThreadgroup:",
-      +[](CommandEncoder* self, SEL, MTL::Size grid, MTL::Size threads) {
-        self->dispatch_threads(grid, threads);
-      });
-  instance_method(name, "memoryBarrierWithScope:", +[](CommandEncoder*, SEL, MTL::BarrierScope) {});
-  instance_method(name, "endEncoding", +[](CommandEncoder* self, SEL) { self->end_encoding(); });
+  instance_method(name, "setBuffer:offset:atIndex:",
+                  [](CommandEncoder* self, SEL, Buffer* buffer, NS::UInteger offset,
+                     NS::UInteger index) { self->set_buffer(buffer, offset, index); });
+  instance_method(name, "setBytes:length:atIndex:",
+                  [](CommandEncoder* self, SEL, const void* bytes, NS::UInteger length,
+                     NS::UInteger index) { self->set_bytes(bytes, length, index); });
+  instance_method(name, "setThreadgroupMemoryLength:atIndex:",
+                  [](CommandEncoder* self, SEL, NS::UInteger length, NS::UInteger index) {
+                    self->set_threadgroup_memory_length(length, index);
+                  });
+  instance_method(name, "dispatchThreadgroups:threadsPerThreadgroup:",
+                  [](CommandEncoder* self, SEL, MTL::Size threadgroups, MTL::Size threads) {
+                    self->dispatch_threadgroups(threadgroups, threads);
+                  });
+  instance_method(name, "dispatchThreads:threadsPerThreadgroup:",
+                  [](CommandEncoder* self, SEL, MTL::Size grid, MTL::Size threads) {
+                    self->dispatch_threads(grid, threads);
+                  });
+  instance_method(name, "memoryBarrierWithScope:", [](CommandEncoder*, SEL, MTL::BarrierScope) {});
+  instance_method(name, "endEncoding", [](CommandEncoder* self, SEL) { self->end_encoding(); });
 }
 
 }  // namespace simulated

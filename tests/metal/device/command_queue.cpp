@@ -2,6 +2,8 @@
 #include "device/command_queue.h"
 
 #include <Metal/Metal.hpp>
+#include <algorithm>
+#include <chrono>
 
 #include "device/command_buffer.h"
 #include "device/device.h"
@@ -9,6 +11,7 @@
 #include "objc/autorelease.h"
 #include "objc/register.h"
 #include "objc/string.h"
+#include "objc/validation.h"
 
 namespace simulated {
 
@@ -34,8 +37,31 @@ void CommandQueue::submit(Ref<CommandBuffer> buffer) {
   {
     const std::lock_guard lock(state_->mutex);
     state_->waiting.push_back(std::move(buffer));
+    note_in_flight(1);
   }
   state_->changed.notify_all();
+}
+
+// The oldest, or with reordered_work() the newest that may run before all that wait with it.
+Ref<CommandBuffer> CommandQueue::take_next(State& state) {
+  auto& waiting = state.waiting;
+  auto chosen = waiting.begin();
+  if (reorders_work()) {
+    for (auto it = waiting.end() - 1; it != waiting.begin(); --it) {
+      const bool bound = std::any_of(waiting.begin(), it, [it](const Ref<CommandBuffer>& older) {
+        return older->shares_buffer(**it);
+      });
+      if (bound || !(*it)->is_ready()) continue;
+      chosen = it;
+      break;
+    }
+  }
+  if (!(*chosen)->is_ready()) {
+    fail_validation("a command buffer waits for an event that no earlier one signals");
+  }
+  Ref<CommandBuffer> next = std::move(*chosen);
+  waiting.erase(chosen);
+  return next;
 }
 
 void CommandQueue::work(const std::shared_ptr<State>& state) {
@@ -44,10 +70,11 @@ void CommandQueue::work(const std::shared_ptr<State>& state) {
     Ref<CommandBuffer> next;
     {
       std::unique_lock lock(state->mutex);
-      state->changed.wait(lock, [&] { return state->stopping || !state->waiting.empty(); });
+      while (!state->stopping && (state->waiting.empty() || holds_work())) {
+        state->changed.wait_for(lock, std::chrono::milliseconds(holds_work() ? 1 : 1000));
+      }
       if (state->waiting.empty()) return;
-      next = std::move(state->waiting.front());
-      state->waiting.pop_front();
+      next = take_next(*state);
     }
     auto* pool = new AutoreleasePool;
     next->run(&clock);
@@ -60,11 +87,10 @@ CommandQueue* make_command_queue() { return new CommandQueue; }
 
 void register_command_queue() {
   const char* const name = "MTLCommandQueue";
-  instance_method(name, "setLabel:", +[](CommandQueue*, SEL, String*) {});
-  instance_method(
-      name, "commandBuffer", +[](CommandQueue* self, SEL) -> CommandBuffer* {
-        return refuses_command_buffers() ? nullptr : autoreleased(new CommandBuffer(self));
-      });
+  instance_method(name, "setLabel:", [](CommandQueue*, SEL, String*) {});
+  instance_method(name, "commandBuffer", [](CommandQueue* self, SEL) -> CommandBuffer* {
+    return refuses_command_buffers() ? nullptr : autoreleased(new CommandBuffer(self));
+  });
 }
 
 }  // namespace simulated

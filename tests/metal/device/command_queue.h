@@ -1,4 +1,6 @@
-// MTLCommandQueue: runs committed command buffers in order on a thread of its own.
+// MTLCommandQueue: runs committed command buffers on a thread of its own, in order, or in the order
+// that a test wants to see: Metal promises one only where command buffers use the same buffer, or
+// where an event makes it.
 #pragma once
 
 #include <condition_variable>
@@ -25,9 +27,10 @@ class CommandQueue : public Object {
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<Ref<CommandBuffer>> waiting;
+    std::deque<Ref<CommandBuffer>> waiting;  // oldest first
     bool stopping = false;
   };
+  static Ref<CommandBuffer> take_next(State& state);
   static void work(const std::shared_ptr<State>& state);
 
   std::shared_ptr<State> state_;

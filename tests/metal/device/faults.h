@@ -25,6 +25,16 @@ FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_command_buffers(int r
 // when the compiler's process dies on it.
 FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_refuse_pipelines(const char* text);
 
+// While it is not 0, committed command buffers wait.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_hold_work(int hold);
+
+// While it is not 0, of the command buffers that wait the newest runs first, as far as Metal lets
+// it: before others that use none of its buffers, and after the events that it waits for.
+FLASHATTN_SIMULATED_EXPORT void flashattn_simulated_reorder_work(int reorder);
+
+// The most command buffers that were ever committed and not done, since the last call of this.
+FLASHATTN_SIMULATED_EXPORT int flashattn_simulated_most_in_flight(void);
+
 }  // extern "C"
 
 namespace simulated {
@@ -34,6 +44,9 @@ std::string take_planted_fault();
 bool refuses_adoption();
 bool refuses_allocation();
 bool refuses_command_buffers();
+bool holds_work();
+bool reorders_work();
+void note_in_flight(int change);
 bool refuses_pipeline(const std::string& kernel);
 
 }  // namespace simulated

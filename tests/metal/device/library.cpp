@@ -90,11 +90,11 @@ namespace {
 void register_compile_options() {
   const char* const name = "MTLCompileOptions";
   allocatable<CompileOptions>(name);
-  instance_method(name, "setFastMathEnabled:", +[](CompileOptions*, SEL, bool) {});
-  instance_method(name, "setMathMode:", +[](CompileOptions*, SEL, MTL::MathMode) {});
-  instance_method(name, "setLanguageVersion:", +[](CompileOptions*, SEL, MTL::LanguageVersion) {});
+  instance_method(name, "setFastMathEnabled:", [](CompileOptions*, SEL, bool) {});
+  instance_method(name, "setMathMode:", [](CompileOptions*, SEL, MTL::MathMode) {});
+  instance_method(name, "setLanguageVersion:", [](CompileOptions*, SEL, MTL::LanguageVersion) {});
   instance_method(
-      name, "setPreprocessorMacros:", +[](CompileOptions* self, SEL, Dictionary* macros) {
+      name, "setPreprocessorMacros:", [](CompileOptions* self, SEL, Dictionary* macros) {
         self->macros.clear();
         for (const auto& [key, value] : macros->items) {
           const auto* number = dynamic_cast<const Number*>(value.get());
@@ -111,33 +111,28 @@ void register_compile_options() {
 void register_library() {
   register_compile_options();
   allocatable<FunctionConstantValues>("MTLFunctionConstantValues");
-  instance_method(
-      "MTLFunctionConstantValues", "setConstantValue:type:atIndex:",
-      +[](FunctionConstantValues* self, SEL, const void* value, MTL::DataType type,
-          NS::UInteger index) { set_constant(self, value, type, index); });
+  instance_method("MTLFunctionConstantValues", "setConstantValue:type:atIndex:",
+                  [](FunctionConstantValues* self, SEL, const void* value, MTL::DataType type,
+                     NS::UInteger index) { set_constant(self, value, type, index); });
 
-  instance_method("MTLLibrary", "setLabel:", +[](Library*, SEL, String*) {});
-  instance_method(
-      "MTLLibrary", "newFunctionWithName:", +[](Library* self, SEL, String* name) {
-        return make_function(self, name, nullptr, nullptr);
-      });
-  instance_method(
-      "MTLLibrary", "newFunctionWithName:constantValues:error:",
-      +[](Library* self, SEL, String* name, FunctionConstantValues* constants, Error** error) {
-        return make_function(self, name, constants, error);
-      });
-  instance_method(
-      "MTLLibrary", "functionNames", +[](Library* self, SEL) {
-        auto* names = new Array;
-        for (const std::string& name : self->program().function_names()) {
-          names->items.push_back(Ref<Object>::adopting(new String(name)));
-        }
-        return autoreleased(names);
-      });
-  instance_method(
-      "MTLFunction", "name",
-      +[](Function* self, SEL) { return autoreleased(new String(self->kernel()->name())); });
-  instance_method("MTLFunction", "setLabel:", +[](Function*, SEL, String*) {});
+  instance_method("MTLLibrary", "setLabel:", [](Library*, SEL, String*) {});
+  instance_method("MTLLibrary", "newFunctionWithName:", [](Library* self, SEL, String* name) {
+    return make_function(self, name, nullptr, nullptr);
+  });
+  instance_method("MTLLibrary", "newFunctionWithName:constantValues:error:",
+                  [](Library* self, SEL, String* name, FunctionConstantValues* constants,
+                     Error** error) { return make_function(self, name, constants, error); });
+  instance_method("MTLLibrary", "functionNames", [](Library* self, SEL) {
+    auto* names = new Array;
+    for (const std::string& name : self->program().function_names()) {
+      names->items.push_back(Ref<Object>::adopting(new String(name)));
+    }
+    return autoreleased(names);
+  });
+  instance_method("MTLFunction", "name", [](Function* self, SEL) {
+    return autoreleased(new String(self->kernel()->name()));
+  });
+  instance_method("MTLFunction", "setLabel:", [](Function*, SEL, String*) {});
 }
 
 }  // namespace simulated

@@ -6,6 +6,7 @@
 #include "device/binary_archive.h"
 #include "device/device.h"
 #include "device/faults.h"
+#include "objc/autorelease.h"
 #include "objc/register.h"
 #include "objc/validation.h"
 
@@ -47,34 +48,37 @@ PipelineState* make_pipeline(const PipelineDescriptor* descriptor, unsigned long
       return nullptr;
     }
   }
-  return make_pipeline(descriptor->function.get(), error);
+  PipelineState* made = make_pipeline(descriptor->function.get(), error);
+  if (made != nullptr) made->label = descriptor->label;
+  return made;
 }
 
 void register_pipeline() {
   const char* const descriptor = "MTLComputePipelineDescriptor";
   allocatable<PipelineDescriptor>(descriptor);
-  instance_method(descriptor, "setLabel:", +[](PipelineDescriptor*, SEL, String*) {});
-  instance_method(
-      descriptor, "setComputeFunction:", +[](PipelineDescriptor* self, SEL, Function* function) {
-        self->function = Ref<Function>::retaining(function);
-      });
-  instance_method(
-      descriptor, "setBinaryArchives:", +[](PipelineDescriptor* self, SEL, Array* archives) {
-        self->archives = Ref<Array>::retaining(archives);
-      });
+  instance_method(descriptor, "setLabel:", [](PipelineDescriptor* self, SEL, String* label) {
+    self->label = label->text();
+  });
+  instance_method(descriptor,
+                  "setComputeFunction:", [](PipelineDescriptor* self, SEL, Function* function) {
+                    self->function = Ref<Function>::retaining(function);
+                  });
+  instance_method(descriptor,
+                  "setBinaryArchives:", [](PipelineDescriptor* self, SEL, Array* archives) {
+                    self->archives = Ref<Array>::retaining(archives);
+                  });
 
   const char* const state = "MTLComputePipelineState";
-  instance_method(
-      state, "maxTotalThreadsPerThreadgroup", +[](PipelineState* self, SEL) {
-        return static_cast<NS::UInteger>(self->kernel().max_total_threads_per_threadgroup());
-      });
-  instance_method(
-      state, "threadExecutionWidth",
-      +[](PipelineState*, SEL) -> NS::UInteger { return metal_sim::kSimdWidth; });
-  instance_method(
-      state, "staticThreadgroupMemoryLength", +[](PipelineState* self, SEL) {
-        return static_cast<NS::UInteger>(self->kernel().static_threadgroup_bytes());
-      });
+  instance_method(state, "label",
+                  [](PipelineState* self, SEL) { return autoreleased(new String(self->label)); });
+  instance_method(state, "maxTotalThreadsPerThreadgroup", [](PipelineState* self, SEL) {
+    return static_cast<NS::UInteger>(self->kernel().max_total_threads_per_threadgroup());
+  });
+  instance_method(state, "threadExecutionWidth",
+                  [](PipelineState*, SEL) -> NS::UInteger { return metal_sim::kSimdWidth; });
+  instance_method(state, "staticThreadgroupMemoryLength", [](PipelineState* self, SEL) {
+    return static_cast<NS::UInteger>(self->kernel().static_threadgroup_bytes());
+  });
 }
 
 }  // namespace simulated

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "device/library.h"
 #include "objc/collections.h"
@@ -13,6 +14,7 @@ class PipelineDescriptor : public Object {
  public:
   PipelineDescriptor() : Object("MTLComputePipelineDescriptor") {}
   Ref<Function> function;
+  std::string label;
   Ref<Array> archives;  // of BinaryArchive
 };
 
@@ -20,6 +22,7 @@ class PipelineState : public Object {
  public:
   explicit PipelineState(Function* function)
       : Object("MTLComputePipelineState"), function_(Ref<Function>::retaining(function)) {}
+  std::string label;
   const metal_sim::Kernel& kernel() const { return *function_->kernel(); }
 
  private:

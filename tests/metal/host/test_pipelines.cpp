@@ -66,7 +66,7 @@ BOOST_AUTO_TEST_CASE(threadgroup_memory_is_what_the_kernels_declare) {
                .block_rows = wide ? 16 : 32,
                .block_columns = wide ? 8 : 16};
       }
-      const auto state = cache.get(key);
+      const auto& state = cache.get(key).pipeline;
       BOOST_TEST(state->staticThreadgroupMemoryLength() ==
                      static_cast<NS::UInteger>(flashattn::metal::threadgroup_memory(key)),
                  to_string(key));
@@ -85,7 +85,7 @@ BOOST_AUTO_TEST_CASE(threadgroup_memory_of_register_kernels) {
       const auto key = flashattn::metal::choose_register(
           {.kind = kind, .dtype = dtype, .head_tile = 16, .value_tile = 48}, 40, facts);
       BOOST_TEST_REQUIRE(key.has_value());
-      const auto state = cache.get(*key);
+      const auto& state = cache.get(*key).pipeline;
       BOOST_TEST(state->staticThreadgroupMemoryLength() ==
                      static_cast<NS::UInteger>(flashattn::metal::threadgroup_memory(*key)),
                  to_string(*key));
@@ -109,7 +109,7 @@ BOOST_AUTO_TEST_CASE(function_constants_make_pipelines_of_their_own) {
   PipelineCache cache(device.get(), {});
   KernelKey with_dlse = kDelta;
   with_dlse.has_dlse = true;
-  BOOST_TEST((cache.get(kDelta).get() != cache.get(with_dlse).get()));
+  BOOST_TEST((&cache.get(kDelta) != &cache.get(with_dlse)));
   BOOST_TEST(cache.compiled() == 2);
 }
 

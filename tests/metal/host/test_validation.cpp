@@ -65,7 +65,8 @@ BOOST_AUTO_TEST_CASE(no_mistake_no_abort) {
 }
 
 BOOST_AUTO_TEST_CASE(unknown_selector) {
-  expect_abort([](Encoding& e) { e.device->newEvent(); }, "-[MTLDevice newEvent]: not implemented");
+  expect_abort([](Encoding& e) { e.device->newSharedEvent(); },
+               "-[MTLDevice newSharedEvent]: not implemented");
   expect_abort([](Encoding&) { MTL::HeapDescriptor::alloc(); },
                "+[MTLHeapDescriptor alloc]: not implemented");
 }

@@ -47,9 +47,9 @@ void add_to_autorelease_pool(Object* object) {
 
 void register_autorelease_pool() {
   allocatable<AutoreleasePool>("NSAutoreleasePool");
-  instance_method(
-      "NSAutoreleasePool", "drain", +[](AutoreleasePool* self, SEL) { self->release(); });
-  class_method("NSAutoreleasePool", "showPools", +[](Object*, SEL) {});
+  instance_method("NSAutoreleasePool", "drain",
+                  [](AutoreleasePool* self, SEL) { self->release(); });
+  class_method("NSAutoreleasePool", "showPools", [](Object*, SEL) {});
 }
 
 }  // namespace simulated

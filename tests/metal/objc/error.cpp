@@ -21,15 +21,15 @@ void report_error(Error** destination, const std::string& domain, long code,
 
 void register_error() {
   const char* const name = "NSError";
-  instance_method(name, "domain", +[](Error* self, SEL) { return self->domain(); });
-  instance_method(
-      name, "code", +[](Error* self, SEL) { return static_cast<NS::Integer>(self->code()); });
-  instance_method(
-      name, "localizedDescription", +[](Error* self, SEL) { return self->description(); });
-  instance_method(name, "description", +[](Error* self, SEL) { return self->description(); });
+  instance_method(name, "domain", [](Error* self, SEL) { return self->domain(); });
+  instance_method(name, "code",
+                  [](Error* self, SEL) { return static_cast<NS::Integer>(self->code()); });
+  instance_method(name, "localizedDescription",
+                  [](Error* self, SEL) { return self->description(); });
+  instance_method(name, "description", [](Error* self, SEL) { return self->description(); });
   // No user info: the host has to do with the description, as it has to when a driver gives none.
-  instance_method(name, "userInfo", +[](Error*, SEL) -> Object* { return nullptr; });
-  instance_method(name, "localizedFailureReason", +[](Error*, SEL) -> Object* { return nullptr; });
+  instance_method(name, "userInfo", [](Error*, SEL) -> Object* { return nullptr; });
+  instance_method(name, "localizedFailureReason", [](Error*, SEL) -> Object* { return nullptr; });
 }
 
 }  // namespace simulated

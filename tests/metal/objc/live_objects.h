@@ -10,5 +10,8 @@ extern "C" {
 FLASHATTN_SIMULATED_EXPORT long flashattn_simulated_live_objects(void);
 // Instances of one class, for example "MTLBuffer".
 FLASHATTN_SIMULATED_EXPORT long flashattn_simulated_live_instances(const char* class_name);
+// Instances that were ever made, in all and of one class.
+FLASHATTN_SIMULATED_EXPORT long flashattn_simulated_made_objects(void);
+FLASHATTN_SIMULATED_EXPORT long flashattn_simulated_made_instances(const char* class_name);
 
 }  // extern "C"

@@ -1,7 +1,7 @@
 // The object model of the simulated Objective-C runtime: reference counts, classes, selectors,
 // methods. Objects are C++ objects that derive from Object; the address of one is what metal-cpp
-// calls an `id`. Methods are plain functions (self, selector, arguments...), so a captureless
-// lambda written with metal-cpp's own types has the right calling convention by construction. There
+// calls an `id`. Methods are captureless lambdas (self, selector, arguments...); written with
+// metal-cpp's own types they have the right calling convention by construction. There
 // is no inheritance between Objective-C classes but from NSObject, no ivars, no categories, no
 // forwarding: what is not registered aborts.
 #pragma once
@@ -12,6 +12,8 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+
+#include "objc/driver_code.h"
 
 struct objc_selector {
   std::string name;
@@ -51,6 +53,7 @@ class Class : public Object {
   void set_method(SEL selector, void* implementation) { methods_[selector] = implementation; }
 
   std::atomic<long> live_instances{0};
+  std::atomic<long> made_instances{0};
 
  private:
   std::string name_;
@@ -72,22 +75,37 @@ enum class MethodKind { kInstance, kClass };
 void set_method(MethodKind kind, const char* class_name, const char* selector,
                 void* implementation);
 
-template <typename Result, typename Self, typename... Arguments>
-void instance_method(const char* class_name, const char* selector,
-                     Result (*function)(Self*, SEL, Arguments...)) {
-  set_method(MethodKind::kInstance, class_name, selector, reinterpret_cast<void*>(function));
+// The plain function that runs a lambda as code of the driver.
+template <typename Lambda, typename Signature>
+struct Method;
+
+template <typename Lambda, typename Result, typename Self, typename... Arguments>
+struct Method<Lambda, Result (Lambda::*)(Self*, SEL, Arguments...) const> {
+  static Result call(Self* self, SEL selector, Arguments... arguments) {
+    const DriverCode inside;
+    return Lambda{}(self, selector, arguments...);
+  }
+};
+
+template <typename Lambda>
+void* method_of(Lambda) {
+  return reinterpret_cast<void*>(&Method<Lambda, decltype(&Lambda::operator())>::call);
 }
 
-template <typename Result, typename... Arguments>
-void class_method(const char* class_name, const char* selector,
-                  Result (*function)(Object*, SEL, Arguments...)) {
-  set_method(MethodKind::kClass, class_name, selector, reinterpret_cast<void*>(function));
+template <typename Lambda>
+void instance_method(const char* class_name, const char* selector, Lambda lambda) {
+  set_method(MethodKind::kInstance, class_name, selector, method_of(lambda));
+}
+
+template <typename Lambda>
+void class_method(const char* class_name, const char* selector, Lambda lambda) {
+  set_method(MethodKind::kClass, class_name, selector, method_of(lambda));
 }
 
 // +alloc that makes a T; the matching -init is NSObject's, which returns self.
 template <typename T>
 void allocatable(const char* class_name) {
-  class_method(class_name, "alloc", +[](Object*, SEL) -> Object* { return new T; });
+  class_method(class_name, "alloc", [](Object*, SEL) -> Object* { return new T; });
 }
 
 template <typename T>

@@ -31,16 +31,14 @@ NS::Integer major_version() {
 }  // namespace
 
 void register_process_info() {
-  class_method(
-      "NSProcessInfo", "processInfo",
-      +[](Object*, SEL) -> Object* { return autoreleased(new ProcessInfo); });
-  instance_method(
-      "NSProcessInfo", "operatingSystemVersionString",
-      +[](Object*, SEL) { return autoreleased(new String(version_text())); });
-  instance_method(
-      "NSProcessInfo", "operatingSystemVersion", +[](Object*, SEL) -> NS::OperatingSystemVersion {
-        return {.majorVersion = major_version(), .minorVersion = 0, .patchVersion = 0};
-      });
+  class_method("NSProcessInfo", "processInfo",
+               [](Object*, SEL) -> Object* { return autoreleased(new ProcessInfo); });
+  instance_method("NSProcessInfo", "operatingSystemVersionString",
+                  [](Object*, SEL) { return autoreleased(new String(version_text())); });
+  instance_method("NSProcessInfo", "operatingSystemVersion",
+                  [](Object*, SEL) -> NS::OperatingSystemVersion {
+                    return {.majorVersion = major_version(), .minorVersion = 0, .patchVersion = 0};
+                  });
 }
 
 }  // namespace simulated

@@ -50,7 +50,10 @@ std::string described(const Object* object) {
 }  // namespace
 
 Object::Object(Class* isa) : isa_(isa) {
-  if (isa_ != nullptr && !isa_->is_metaclass()) ++isa_->live_instances;
+  if (isa_ != nullptr && !isa_->is_metaclass()) {
+    ++isa_->live_instances;
+    ++isa_->made_instances;
+  }
   const std::lock_guard lock(live_set().mutex);
   live_set().objects.insert(this);
 }
@@ -114,32 +117,29 @@ void set_method(MethodKind kind, const char* class_name, const char* selector,
 }
 
 void register_object() {
-  instance_method(kRootClass, "retain", +[](Object* self, SEL) { return retained(self); });
-  instance_method(kRootClass, "release", +[](Object* self, SEL) { self->release(); });
-  instance_method(kRootClass, "autorelease", +[](Object* self, SEL) { return autoreleased(self); });
-  instance_method(kRootClass, "init", +[](Object* self, SEL) { return self; });
-  instance_method(
-      kRootClass, "retainCount",
-      +[](Object* self, SEL) { return static_cast<NS::UInteger>(self->retain_count()); });
-  instance_method(
-      kRootClass, "hash", +[](Object* self, SEL) { return reinterpret_cast<NS::UInteger>(self); });
-  instance_method(
-      kRootClass, "isEqual:", +[](Object* self, SEL, Object* other) { return self == other; });
-  instance_method(
-      kRootClass, "respondsToSelector:", +[](Object* self, SEL, SEL selector) {
-        return find_method(self, selector) != nullptr;
-      });
+  instance_method(kRootClass, "retain", [](Object* self, SEL) { return retained(self); });
+  instance_method(kRootClass, "release", [](Object* self, SEL) { self->release(); });
+  instance_method(kRootClass, "autorelease", [](Object* self, SEL) { return autoreleased(self); });
+  instance_method(kRootClass, "init", [](Object* self, SEL) { return self; });
+  instance_method(kRootClass, "retainCount", [](Object* self, SEL) {
+    return static_cast<NS::UInteger>(self->retain_count());
+  });
+  instance_method(kRootClass, "hash",
+                  [](Object* self, SEL) { return reinterpret_cast<NS::UInteger>(self); });
+  instance_method(kRootClass,
+                  "isEqual:", [](Object* self, SEL, Object* other) { return self == other; });
+  instance_method(kRootClass, "respondsToSelector:", [](Object* self, SEL, SEL selector) {
+    return find_method(self, selector) != nullptr;
+  });
   // metal-cpp asks for the signature before it sends a selector that a system may lack.
-  instance_method(
-      kRootClass, "methodSignatureForSelector:", +[](Object* self, SEL, SEL selector) {
-        return find_method(self, selector);
-      });
-  instance_method(
-      kRootClass, "description", +[](Object* self, SEL) -> Object* {
-        return autoreleased(new String("<" + described(self) + ">"));
-      });
-  class_method(kRootClass, "retain", +[](Object* self, SEL) { return self; });
-  class_method(kRootClass, "release", +[](Object*, SEL) {});
+  instance_method(kRootClass, "methodSignatureForSelector:", [](Object* self, SEL, SEL selector) {
+    return find_method(self, selector);
+  });
+  instance_method(kRootClass, "description", [](Object* self, SEL) -> Object* {
+    return autoreleased(new String("<" + described(self) + ">"));
+  });
+  class_method(kRootClass, "retain", [](Object* self, SEL) { return self; });
+  class_method(kRootClass, "release", [](Object*, SEL) {});
 }
 
 }  // namespace simulated
@@ -156,6 +156,8 @@ SEL sel_registerName(const char* name) { return simulated::selector_named(name);
 
 // Called by message_send.S with the receiver and the selector of a message; never returns null.
 void* flashattn_simulated_lookup(simulated::Object* receiver, SEL selector) {
+  simulated::count_message();
+  const simulated::DriverCode inside;
   if (!simulated::is_alive(receiver)) {
     simulated::fail_validation("-[%p %s]: message to a freed object", static_cast<void*>(receiver),
                                selector->name.c_str());
@@ -175,6 +177,18 @@ long flashattn_simulated_live_objects(void) {
   long total = 0;
   for (const auto& [name, found] : state.classes) total += found->live_instances.load();
   return total;
+}
+
+long flashattn_simulated_made_objects(void) {
+  simulated::Registry& state = simulated::registry();
+  const std::lock_guard lock(state.mutex);
+  long total = 0;
+  for (const auto& [name, found] : state.classes) total += found->made_instances.load();
+  return total;
+}
+
+long flashattn_simulated_made_instances(const char* class_name) {
+  return simulated::class_named(class_name)->made_instances.load();
 }
 
 long flashattn_simulated_live_instances(const char* class_name) {
