@@ -265,7 +265,10 @@ def test_cache_batch_idx_and_layouts(target: Target) -> None:
 
 
 def test_generation_row_by_row_is_the_whole_call(target: Target) -> None:
-    """Appending token after token gives the rows of one causal call over all of them."""
+    """Appending token after token gives the rows of one causal call over all of them.
+
+    To rounding: one row and many are different kernels' work.
+    """
     function = target.function("attention_kvcache")
     if function is None or target.backend == "oracle":
         return
@@ -284,8 +287,8 @@ def test_generation_row_by_row_is_the_whole_call(target: Target) -> None:
             v=value[:, step],
             causal=True,
         )
-        np.testing.assert_array_equal(out[:, 0], whole[:, t])
-        np.testing.assert_array_equal(lse[:, :, 0], whole_lse[:, :, t])
+        np.testing.assert_allclose(out[:, 0], whole[:, t], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(lse[:, :, 0], whole_lse[:, :, t], rtol=0, atol=2e-6)
 
 
 def test_read_only_and_strided_caches() -> None:

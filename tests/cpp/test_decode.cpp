@@ -174,17 +174,40 @@ BOOST_AUTO_TEST_CASE(keys_that_no_row_sees_are_not_read) {
   }
 }
 
-BOOST_AUTO_TEST_CASE(the_choice_of_the_kernel_depends_on_rows_and_not_on_mates) {
+// Whether decode computes `rows` rows of one kv head that see `visible` of `seqlen_k` keys.
+bool decodes(std::int64_t seqlen_q, std::int64_t heads_per_kv, std::int64_t visible,
+             std::int64_t seqlen_k, DType dtype = DType::kFloat32) {
+  const flashattn::Visibility visibility{.seqlen_q = seqlen_q, .key_limit = visible};
   flashattn::cpu::AttentionJob job;
-  job.seqlen_q = 1;
-  job.heads_per_kv = 4;
+  job.visibility = &visibility;
+  job.dtype = dtype;
+  job.seqlen_q = seqlen_q;
+  job.seqlen_k = seqlen_k;
+  job.heads_per_kv = heads_per_kv;
   job.head_dim = job.value_dim = 64;
-  BOOST_TEST(flashattn::cpu::prefers_decode(job, job.seqlen_q));
-  job.batch = 1000;
-  job.seqlen_k = 1;
-  BOOST_TEST(flashattn::cpu::prefers_decode(job, job.seqlen_q));
-  job.seqlen_q = 512;
-  BOOST_TEST(!flashattn::cpu::prefers_decode(job, job.seqlen_q));
+  return flashattn::cpu::prefers_decode(job, 0);
+}
+
+BOOST_AUTO_TEST_CASE(few_rows_are_decoded_whatever_they_see) {
+  for (const std::int64_t keys : {0, 1, 100, 100000}) {
+    BOOST_TEST(decodes(1, 8, keys, keys));
+    BOOST_TEST(!decodes(17, 1, keys, keys));
+    BOOST_TEST(!decodes(16, 9, keys, keys));
+  }
+}
+
+BOOST_AUTO_TEST_CASE(more_rows_are_decoded_over_many_keys) {
+  BOOST_TEST(!decodes(16, 1, 128, 128));
+  BOOST_TEST(decodes(16, 1, 129, 129));
+  BOOST_TEST(!decodes(16, 1, 1024, 1024, DType::kBFloat16));
+  BOOST_TEST(decodes(16, 1, 1025, 1025, DType::kBFloat16));
+  BOOST_TEST(!decodes(4, 32, 1024, 1024));
+  BOOST_TEST(decodes(4, 32, 1025, 1025));
+}
+
+BOOST_AUTO_TEST_CASE(padding_does_not_change_the_choice) {
+  BOOST_TEST(!decodes(16, 1, 100, 100000));
+  BOOST_TEST(decodes(16, 1, 200, 100000));
 }
 
 BOOST_AUTO_TEST_SUITE_END()

@@ -182,7 +182,7 @@ static void load_query_block(const AttentionJob& job, const BackwardShape<Unit>&
                    block.dout_rows, shape.value_row, block.dout_columns);
   block.finite = q_finite && dout_finite;
   transpose_rows<Unit>(rows_of(job.out, job.dtype, batch, head), first_row, rows, kBlockQ,
-                       job.value_dim, block.out_columns, block.staging);
+                       job.value_dim, block.out_columns, kBlockQ, block.staging);
   load_row_scalars(job, shape, batch, head, block);
   zero_units(block.dq, kBlockQ * shape.head_lanes);
 }

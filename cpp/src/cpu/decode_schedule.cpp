@@ -13,13 +13,19 @@
 namespace flashattn::cpu {
 namespace {
 
-// The lane kernel fills 16 lanes with the rows of one head. Decode was 1.0 to 1.5 times as fast at
-// 16 rows a head and 10 times at one (one thread of a Zen 4, head_dim 64 and 128, float32 and
-// bfloat16).
 constexpr std::int64_t kMaxSeqlenQ = 16;
 // Partial results grow with the rows that share a key: at this many they take an eighth of the
 // float32 keys and values.
 constexpr std::int64_t kMaxRowsPerKey = 128;
+// Up to this many rows a key the lane kernel wastes most of its lanes, whatever the number of keys
+// (decision 0008 has the measurements).
+constexpr std::int64_t kFewRows = 8;
+// With more rows the lane kernel is faster over few keys, where packing them costs little and
+// dividing them among threads gains little: up to kFewKeys, in float32 with rows for at most
+// kHalfFilledRows lanes up to kVeryFewKeys.
+constexpr std::int64_t kHalfFilledRows = 32;
+constexpr std::int64_t kVeryFewKeys = 128;
+constexpr std::int64_t kFewKeys = 1024;
 
 // Keys and values of a task of this size take longer to read than a helper takes to wake up.
 constexpr std::int64_t kMinTaskBytes = std::int64_t{128} << 10;
@@ -59,7 +65,7 @@ std::vector<EntryWork> entries_of(const AttentionJob& job) {
   std::int64_t floats = 0;
   for (std::int64_t b = 0; b < job.batch; ++b) {
     const std::int64_t rows = entry_seqlen_q(job, b);
-    if (rows == 0 || !prefers_decode(job, rows)) continue;
+    if (rows == 0 || !prefers_decode(job, b)) continue;
     EntryWork entry = work_of(job, b);
     entry.first_chunk = chunks;
     entry.first_float = floats;
@@ -95,8 +101,14 @@ void grouped_for(ThreadPool& pool, std::int64_t count, std::int64_t per_body, co
 
 }  // namespace
 
-bool prefers_decode(const AttentionJob& job, std::int64_t seqlen_q) {
-  return seqlen_q <= kMaxSeqlenQ && seqlen_q * job.heads_per_kv <= kMaxRowsPerKey;
+bool prefers_decode(const AttentionJob& job, std::int64_t entry) {
+  const std::int64_t seqlen_q = entry_seqlen_q(job, entry);
+  const std::int64_t rows = seqlen_q * job.heads_per_kv;
+  if (seqlen_q > kMaxSeqlenQ || rows > kMaxRowsPerKey) return false;
+  if (rows <= kFewRows) return true;
+  const Interval keys = job.visibility[entry].keys_of_rows(0, seqlen_q);
+  const bool half_filled = job.dtype == DType::kFloat32 && rows <= kHalfFilledRows;
+  return keys.end - keys.begin > (half_filled ? kVeryFewKeys : kFewKeys);
 }
 
 void run_decode(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {

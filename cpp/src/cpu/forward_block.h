@@ -15,6 +15,7 @@
 // but Q and out is transposed and no reduction is horizontal.
 #pragma once
 
+#include "cpu/forward_pack.h"
 #include "cpu/forward_prefetch.h"
 #include "cpu/forward_rows.h"
 #include "cpu/forward_softmax.h"
@@ -95,7 +96,10 @@ struct BlockWeights<Unit, true> {
 template <class Unit, bool modified>
 static __attribute__((noinline)) void forward_block(const AttentionJob& job,
                                                     const ForwardTask& task) {
-  const PackedHead<Unit> kv(job, const_cast<void*>(task.packed));
+  PackedHead<Unit> kv(job, const_cast<void*>(task.packed));
+  const std::int64_t kv_head = task.head / job.heads_per_kv;
+  const Rows keys = rows_of(job.key, job.dtype, task.batch, kv_head);
+  if (keys_lie_packed<Unit>(job, keys)) kv.K = reinterpret_cast<float*>(keys.base);
   const BlockScratch<Unit> scratch(job, task.scratch);
   const QueryRows rows(job, task);
   VisibleLanes lanes;
@@ -103,7 +107,7 @@ static __attribute__((noinline)) void forward_block(const AttentionJob& job,
   read_queries(job, task, rows, scratch);
   BlockWeights<Unit, modified> weights(job, task, rows, kv, scratch);
 
-  const Rows values = rows_of(job.value, job.dtype, task.batch, task.head / job.heads_per_kv);
+  const Rows values = rows_of(job.value, job.dtype, task.batch, kv_head);
   constexpr std::int64_t kKeyStep = BlockWeights<Unit, modified>::kKeyStep;
   const std::int64_t begin = lanes.keys.begin / kKeyStep * kKeyStep;
   // Rows that see nothing take no step: nothing may have been packed for them.

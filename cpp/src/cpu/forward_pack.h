@@ -56,6 +56,21 @@ static inline void pack_value_pairs(const Rows& values, std::int64_t begin, std:
 }
 #endif
 
+// Query rows that share keys up to which reading these in place pays; the more often they are read,
+// the less a copy on few pages costs.
+constexpr std::int64_t kRowsToReadInPlace = 1024;
+
+// Whether the keys already lie as packing would leave them, so that the kernel reads them in place.
+// It reads whole tiles of keys, which then must exist.
+template <class Unit>
+FLASHATTN_INLINE bool keys_lie_packed(const AttentionJob& job, const Rows& keys) {
+  constexpr DType kOwn = Unit::kElements == 2 ? DType::kBFloat16 : DType::kFloat32;
+  return job.dtype == kOwn && job.seqlen_q * job.heads_per_kv <= kRowsToReadInPlace &&
+         job.head_dim % Unit::kElements == 0 && keys.contiguous_rows() && keys.pages == nullptr &&
+         keys.row_bytes == 4 * units_of<Unit>(job.head_dim) && job.seqlen_k % kTileRows == 0 &&
+         reinterpret_cast<std::uintptr_t>(keys.base) % 4 == 0;
+}
+
 template <class Unit>
 static void pack_head(const AttentionJob& job, std::int64_t batch, std::int64_t kv_head,
                       std::int64_t key_begin, void* packed) {
@@ -65,11 +80,12 @@ static void pack_head(const AttentionJob& job, std::int64_t batch, std::int64_t 
   const Rows keys = rows_of(job.key, job.dtype, batch, kv_head);
   const Rows values = rows_of(job.value, job.dtype, batch, kv_head);
   float* const K = head.K + key_begin * head.k_ld;
+  const bool in_place = keys_lie_packed<Unit>(job, keys);
   if constexpr (Unit::kElements == 2) {
-    pack_rows_bf16(keys, key_begin, end, valid_end, job.head_dim, K, head.k_ld);
+    if (!in_place) pack_rows_bf16(keys, key_begin, end, valid_end, job.head_dim, K, head.k_ld);
     pack_value_pairs(values, key_begin, end, valid_end, job.value_dim, head);
   } else {
-    pack_rows_float32(keys, key_begin, end, valid_end, job.head_dim, K, head.k_ld);
+    if (!in_place) pack_rows_float32(keys, key_begin, end, valid_end, job.head_dim, K, head.k_ld);
     pack_values_float32(values, key_begin, end, valid_end, job.value_dim, head);
   }
 }

@@ -7,14 +7,16 @@
 
 namespace flashattn::cpu::FLASHATTN_CPU_ISA {
 
-// Q^T of the block; lanes without a row are zero.
+// Q^T of the block in the vectors that hold a row; their lanes without one are zero. No tile reads
+// the others.
 template <class Unit>
 FLASHATTN_INLINE void read_queries(const AttentionJob& job, const ForwardTask& task,
                                    const QueryRows& rows, const BlockScratch<Unit>& scratch) {
   const Rows first_head = rows_of(job.query, job.dtype, task.batch, task.head);
+  const std::int64_t lanes = round_up(rows.count, kLanes);
   if (rows.heads == 1) {
-    transpose_rows<Unit>(first_head, rows.first_row, job.seqlen_q, kBlockQ, job.head_dim, scratch.Q,
-                         scratch.staging);
+    transpose_rows<Unit>(first_head, rows.first_row, job.seqlen_q, lanes, job.head_dim, scratch.Q,
+                         kBlockQ, scratch.staging);
     return;
   }
   const std::int64_t units = units_of<Unit>(job.head_dim);
@@ -28,7 +30,7 @@ FLASHATTN_INLINE void read_queries(const AttentionJob& job, const ForwardTask& t
       pack_rows_float32(head, query, query + 1, job.seqlen_q, job.head_dim, to, units);
     }
   }
-  transpose_units(reinterpret_cast<const char*>(scratch.staging), units * 4, rows.count, kBlockQ,
+  transpose_units(reinterpret_cast<const char*>(scratch.staging), units * 4, rows.count, lanes,
                   units, scratch.Q, kBlockQ);
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
+#include <utility>
 #include <vector>
 
 #include "cpu/decode_schedule.h"
@@ -71,7 +72,7 @@ std::vector<EntryWork> entries_of(const AttentionJob& job, const ForwardKernels&
   std::vector<EntryWork> entries;
   for (std::int64_t b = 0; b < job.batch; ++b) {
     const std::int64_t rows = entry_seqlen_q(job, b);
-    if (rows > 0 && !prefers_decode(job, rows)) entries.push_back(work_of(job, kernels, b));
+    if (rows > 0 && !prefers_decode(job, b)) entries.push_back(work_of(job, kernels, b));
   }
   if (job.entries != nullptr) {
     std::stable_sort(entries.begin(), entries.end(), [](const EntryWork& a, const EntryWork& b) {
@@ -84,10 +85,10 @@ std::vector<EntryWork> entries_of(const AttentionJob& job, const ForwardKernels&
 // A pair is one kv head of one entry; pairs count through the heads of an entry, then the entries.
 class ForwardRun {
  public:
-  ForwardRun(const AttentionJob& job, const ForwardKernels& kernels)
+  ForwardRun(const AttentionJob& job, const ForwardKernels& kernels, std::vector<EntryWork> entries)
       : job_(job),
         kernels_(kernels),
-        entries_(entries_of(job, kernels)),
+        entries_(std::move(entries)),
         scratch_bytes_(round_to_line(kernels.scratch_bytes(job))) {
     for (const EntryWork& entry : entries_) {
       most_packed_bytes_ = std::max(most_packed_bytes_, entry.packed_bytes);
@@ -273,11 +274,12 @@ class ForwardRun {
 }  // namespace
 
 void run_forward(const AttentionJob& job, const CpuKernels& kernels, ThreadPool& pool) {
-  if (job.entries == nullptr && prefers_decode(job, job.seqlen_q)) return;
+  std::vector<EntryWork> entries = entries_of(job, kernels.forward);
+  if (entries.empty()) return;
   const MaskClasses classes(job, kernels.forward.block_q, pool);
   AttentionJob classified = job;
   classified.mask_tiles = classes.tiles();
-  ForwardRun(classified, kernels.forward).run(pool);
+  ForwardRun(classified, kernels.forward, std::move(entries)).run(pool);
 }
 
 }  // namespace flashattn::cpu

@@ -102,17 +102,19 @@ static inline void transpose_units(const char* from, std::ptrdiff_t from_bytes,
   }
 }
 
-// to[u][i] = unit u of row begin + i, for i < lanes (a multiple of kLanes); lanes without a row are
-// zero. staging: lanes x units_of(dim) floats, used when the rows cannot be read in place.
+// to[u][i] = unit u of row begin + i, for i < lanes (a multiple of kLanes), ld apart; lanes without
+// a row are zero. staging: lanes x units_of(dim) floats, used when the rows cannot be read in
+// place.
 template <class Unit>
 static void transpose_rows(const Rows& rows, std::int64_t begin, std::int64_t valid_end,
-                           std::int64_t lanes, std::int64_t dim, float* to, float* staging) {
+                           std::int64_t lanes, std::int64_t dim, float* to, std::int64_t ld,
+                           float* staging) {
   const std::int64_t units = units_of<Unit>(dim);
   const std::int64_t left = valid_end - begin;
   const std::int64_t count = left < lanes ? (left > 0 ? left : 0) : lanes;
   const bool whole_units = Unit::kElements == 2 ? dim % 2 == 0 : rows.dtype == DType::kFloat32;
   if (whole_units && rows.contiguous_rows()) {
-    transpose_units(rows.row(begin), rows.row_bytes, count, lanes, units, to, lanes);
+    transpose_units(rows.row(begin), rows.row_bytes, count, lanes, units, to, ld);
     return;
   }
   if constexpr (Unit::kElements == 2) {
@@ -120,8 +122,7 @@ static void transpose_rows(const Rows& rows, std::int64_t begin, std::int64_t va
   } else {
     pack_rows_float32(rows, begin, begin + count, valid_end, dim, staging, units);
   }
-  transpose_units(reinterpret_cast<const char*>(staging), units * 4, count, lanes, units, to,
-                  lanes);
+  transpose_units(reinterpret_cast<const char*>(staging), units * 4, count, lanes, units, to, ld);
 }
 
 }  // namespace flashattn::cpu::FLASHATTN_CPU_ISA
