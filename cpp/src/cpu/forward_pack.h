@@ -64,8 +64,8 @@ constexpr std::int64_t kRowsToReadInPlace = 1024;
 // It reads whole tiles of keys, which then must exist.
 template <class Unit>
 FLASHATTN_INLINE bool keys_lie_packed(const AttentionJob& job, const Rows& keys) {
-  constexpr DType kOwn = Unit::kElements == 2 ? DType::kBFloat16 : DType::kFloat32;
-  return job.dtype == kOwn && job.seqlen_q * job.heads_per_kv <= kRowsToReadInPlace &&
+  constexpr DType kUnitDType = Unit::kElements == 2 ? DType::kBFloat16 : DType::kFloat32;
+  return job.dtype == kUnitDType && job.seqlen_q * job.heads_per_kv <= kRowsToReadInPlace &&
          job.head_dim % Unit::kElements == 0 && keys.contiguous_rows() && keys.pages == nullptr &&
          keys.row_bytes == 4 * units_of<Unit>(job.head_dim) && job.seqlen_k % kTileRows == 0 &&
          reinterpret_cast<std::uintptr_t>(keys.base) % 4 == 0;
