@@ -106,6 +106,24 @@ class DLPackFramework(NothingSpecial):
         return NUMPY.draw_seed()
 
 
+class DispatchingFramework(DLPackFramework):
+    """Frameworks in whose own graph every call is an operation, and whose arrays never change."""
+
+    arrays = ""  # what the framework's arrays are called
+
+    def is_special(self, query: Any, key: Any, value: Any) -> bool:
+        return True
+
+    def is_dispatched(self, query: Any, key: Any, value: Any) -> bool:
+        return True
+
+    def refuse_out(self, function: str, out: Any) -> None:
+        """TypeError where the caller brought an array for the result."""
+        if out is not None:
+            message = f"{function}: out must not be given with {self.arrays}: they never change"
+            raise TypeError(message)
+
+
 class MetalFramework(DLPackFramework):
     """Producers in Metal memory. Results return through query's namespace, or as MetalArray."""
 

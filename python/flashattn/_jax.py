@@ -17,7 +17,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from flashattn import _core
-from flashattn._arrays import DLPackFramework
+from flashattn._arrays import DispatchingFramework
 from flashattn._framework import output_shapes, packed_shapes
 from flashattn._jax_merge import merge
 from flashattn._options import DropoutShard, parse_own
@@ -310,24 +310,20 @@ def _prepare(
     return tuple(static.items()), operands[:count], operands[count:]
 
 
-class JaxFramework(DLPackFramework):
+class JaxFramework(DispatchingFramework):
     """JAX arrays, traced ones included; calls that append to a cache go by DLPack."""
 
-    def is_special(self, query: Any, key: Any, value: Any) -> bool:
-        return True
-
-    def is_dispatched(self, query: Any, key: Any, value: Any) -> bool:
-        return True
+    arrays = "JAX arrays"
 
     def dispatch(
         self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
     ) -> tuple[Any, Any]:
-        _refuse_out(function, out)
+        self.refuse_out(function, out)
         result: tuple[Any, Any] = _attention_call(*_prepare(function, (query, key, value), options))
         return result
 
     def dispatch_raw(self, function: str, tensors: Any, out: Any, options: Any) -> tuple[Any, Any]:
-        _refuse_out(function, out)
+        self.refuse_out(function, out)
         static, inputs, others = _prepare(function, tensors, options)
         result: tuple[Any, Any] = _forward_call(static, (*inputs, *others))
         return result
@@ -343,11 +339,6 @@ class JaxFramework(DLPackFramework):
 
     def merge(self, outs: list[Any], lses: list[Any], heads_first: bool) -> tuple[Any, Any]:
         return merge(outs, lses, heads_first)
-
-
-def _refuse_out(function: str, out: Any) -> None:
-    if out is not None:
-        raise TypeError(f"{function}: out must not be given with JAX arrays: they never change")
 
 
 FRAMEWORK = JaxFramework()

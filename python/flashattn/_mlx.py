@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from flashattn import _api, _core, _varlen
-from flashattn._arrays import DLPackFramework
+from flashattn._arrays import DispatchingFramework
 from flashattn._metal import MetalArray, is_on_metal
 from flashattn._options import parse_own
 
@@ -25,8 +25,10 @@ _DIFFERENTIABLE = ("mask", "alibi_slopes", "sinks")
 _RAW = "attention_forward and attention_backward are not differentiable: flashattn.attention is"
 
 
-class MlxFramework(DLPackFramework):
+class MlxFramework(DispatchingFramework):
     """MLX arrays, on a Mac in Metal memory. Results are copied once, into arrays of MLX's own."""
+
+    arrays = "MLX arrays"
 
     def _new(self, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         if is_on_metal(like):
@@ -45,16 +47,10 @@ class MlxFramework(DLPackFramework):
         words = mx.random.randint(0, 2**31 - 1, (2,), mx.int32).tolist()
         return int(words[0]) | int(words[1]) << 31
 
-    def is_special(self, query: Any, key: Any, value: Any) -> bool:
-        return True
-
-    def is_dispatched(self, query: Any, key: Any, value: Any) -> bool:
-        return True
-
     def dispatch(
         self, function: str, query: Any, key: Any, value: Any, out: Any, options: Any
     ) -> tuple[Any, Any]:
-        _refuse_out(function, out)
+        self.refuse_out(function, out)
         parsed, forward = _parse(function, options)
         if parsed.dropout_p > 0 and "dropout_seed" not in options:
             parsed.dropout_seed = self.draw_seed()
@@ -104,7 +100,7 @@ class MlxFramework(DLPackFramework):
         return parsed
 
     def dispatch_raw(self, function: str, tensors: Any, out: Any, options: Any) -> tuple[Any, Any]:
-        _refuse_out(function, out)
+        self.refuse_out(function, out)
         parsed, forward = _parse(function, options)
 
         def run(*given: Any) -> tuple[Any, Any]:
@@ -163,11 +159,6 @@ def _parse(function: str, given: Mapping[str, Any]) -> tuple[_core.Options, Any]
         options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table")
     )
     return _varlen.parse_packed(function, rows, keys, table, options), _varlen.forward
-
-
-def _refuse_out(function: str, out: Any) -> None:
-    if out is not None:
-        raise TypeError(f"{function}: out must not be given with MLX arrays: they never change")
 
 
 FRAMEWORK = MlxFramework()
