@@ -101,6 +101,22 @@ def test_geometry_changes_nothing(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_work_goes_with_the_window(kernel: str, simulator: Simulator) -> None:
+    """16 own rows and a window of 32 see 47 of the others, which touch 4 tiles of 20 at most."""
+    wide = replace(ALIGNED, seqlen_q=320, seqlen_k=320, causal=False)
+    register = fitting(kernel, wide)
+    library = compile_launch(simulator, register.launch())
+    counts = [
+        sum(
+            dispatch.counters["matrix_multiplies"]
+            for dispatch in run_register(library, register, case, make_tensors(case))
+        )
+        for case in (wide, replace(wide, window=(31, 0)))
+    ]
+    assert 0 < counts[1] <= counts[0] * 4 / 20
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_same_bits_under_every_map_and_schedule(kernel: str, simulator: Simulator) -> None:
     register = fitting(kernel, BASE, row_fragments=2)
     first = bits(run(simulator, register, BASE))

@@ -72,3 +72,16 @@ def test_accumulate_adds_to_what_is_there(kernel: str, simulator: Simulator) -> 
     assert run_kernel(library, BASE, kernel, fresh).reports == []
     assert run_kernel(library, BASE, kernel, added, accumulate=True).reports == []
     np.testing.assert_array_equal(widen(added.arrays[name]), before + fresh.arrays[name])
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "delta"])
+def test_work_goes_with_the_window(kernel: str, simulator: Simulator) -> None:
+    """32 own rows and a window of 32 see 63 of the others, which touch 5 tiles of 20 at most."""
+    wide = replace(BASE, seqlen_q=320, seqlen_k=320, causal=False)
+    library = compile_kernel(simulator, wide, kernel)
+    counts = []
+    for case in (wide, replace(wide, window=(31, 0))):
+        run = run_kernel(library, case, kernel, make_tensors(case))
+        assert run.reports == []
+        counts.append(run.counters["matrix_multiplies"])
+    assert 0 < counts[1] <= counts[0] * 5 / 20
