@@ -18,7 +18,7 @@ from costed import Costed, costed_kernels
 from measure import measure, translated
 from model import FITS, Shape, residency, slots, slow_share
 from record import COUNTS, PAGE, row, table
-from registers import registers, spills, to_ptx
+from registers import MOST, registers, spills, to_ptx
 
 RECORDED = json.loads(COUNTS.read_text())
 # Counts are whole numbers per tile; the recorded slots are rounded to hundredths.
