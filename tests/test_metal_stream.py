@@ -21,6 +21,7 @@ import flashattn as fa
 import numpy as np
 import pytest
 from flashattn import _core
+from flashattn._flash_attn import _flash_attn_backward
 
 simulated = pytest.mark.skipif(
     not hasattr(_core, "set_simulated_metal"), reason="needs the simulated Metal device"
@@ -53,6 +54,18 @@ def standing_still(gpu: ctypes.CDLL) -> Iterator[None]:
         yield
     finally:
         gpu.flashattn_simulated_hold_work(0)
+
+
+@contextlib.contextmanager
+def standing_still_for_a_moment(gpu: ctypes.CDLL) -> Iterator[None]:
+    """Long enough for whoever does not wait to come before the device."""
+    gpu.flashattn_simulated_hold_work(1)
+    timer = threading.Timer(0.2, gpu.flashattn_simulated_hold_work, (0,))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 def tensors(seed: int = 3) -> list[np.ndarray]:
@@ -177,6 +190,44 @@ def test_the_package_waits_before_it_touches_arrays(gpu: ctypes.CDLL) -> None:
         got_merged, _ = fa.merge_attention([held, held], [held_lse, held_lse])
     np.testing.assert_array_equal(got, on_cpu)
     np.testing.assert_array_equal(got_merged, merged)
+
+
+@simulated
+def test_functions_that_go_on_with_results_wait(
+    gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_BACKEND", "metal")
+    q, k, v, dout = tensors()
+    kept, lse = fa.attention_forward(q, k, v)
+
+    def gradients() -> list[np.ndarray]:
+        grads = [np.empty_like(x) for x in (q, k, v)]
+        rest = (0.0, None, False, -1, -1, 0.0, None, False)
+        return [*grads, _flash_attn_backward(dout, q, k, v, kept, lse, *grads, *rest)]
+
+    def weights() -> list[np.ndarray]:
+        np.random.seed(7)  # noqa: NPY002 - the generator of dropout's seed
+        return [fa.flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True)[2]]
+
+    for call in (gradients, weights):
+        expected = call()
+        with fa.metal.stream(), standing_still_for_a_moment(gpu):
+            assert_same(call(), expected)
+
+
+@simulated
+def test_autograd_waits(gpu: ctypes.CDLL) -> None:
+    torch = pytest.importorskip("torch")
+
+    def gradients() -> list[np.ndarray]:
+        q, k, v, dout = (torch.from_numpy(x).requires_grad_() for x in tensors())
+        first = fa.attention(q, k, v, **OPTIONS)
+        fa.attention(first, k, v, **OPTIONS).backward(dout.detach())  # k.grad has two parts
+        return [x.grad.numpy() for x in (q, k, v)]
+
+    expected = gradients()
+    with fa.metal.stream(), standing_still_for_a_moment(gpu):
+        assert_same(gradients(), expected)
 
 
 @simulated

@@ -203,8 +203,14 @@ void bind_calls(nb::module_& module) {
       nb::arg("rotary_cos").none(), nb::arg("rotary_sin").none(), nb::arg("rotary_interleaved"),
       nb::arg("options"), nb::arg("caller_outputs"),
       "Appends new_key and new_value to the caches, in place, and writes out and lse.");
-  module.def("settle", &settle_pending,
-             "Waits for what this thread left to a device: before the host touches its arrays.");
+  module.def(
+      "settle",
+      [] {
+        if (pending_work() == nullptr) return;
+        const nb::gil_scoped_release release;
+        settle_pending();
+      },
+      "Waits for what this thread left to a device: before the host touches its arrays.");
   module.def("dropout_mask", &run_dropout_mask, nb::arg("mask"), nb::arg("options"),
              "Writes 0 or 1 / (1 - p) for every score.");
 }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/pending.h"
 #include "metal/stream.h"
 
 namespace flashattn::python {
@@ -32,6 +33,8 @@ void drop_settled() {
   const Stream* const stream = Stream::current();
   while (kept != nullptr && !kept->empty() &&
          (stream == nullptr || kept->front().number <= stream->settled())) {
+    // Out of the queue before its arrays go: what their end runs may come here again.
+    const KeptCall last = std::move(kept->front());
     kept->pop_front();
   }
 }
@@ -60,6 +63,10 @@ std::string close_stream() {
     failure = Stream::close();
   }
   drop_settled();
+  if (Stream::current() == nullptr && kept->empty()) {
+    delete kept;
+    kept = nullptr;
+  }
   return failure;
 }
 
@@ -71,13 +78,18 @@ void keep_while_pending(std::initializer_list<const ArrayArgument*> inputs,
   if (stream == nullptr) return;
   if (stream->pushed() != seen) {
     seen = stream->pushed();
-    KeptCall call{.number = seen, .arrays = {}};
-    for (const auto& arrays : {inputs, others}) {
-      for (const ArrayArgument* array : arrays) {
-        if (array->view()) call.arrays.push_back(array->kept());
+    try {
+      KeptCall call{.number = seen, .arrays = {}};
+      for (const auto& arrays : {inputs, others}) {
+        for (const ArrayArgument* array : arrays) {
+          if (array->view()) call.arrays.push_back(array->kept());
+        }
       }
+      kept->push_back(std::move(call));
+    } catch (...) {
+      settle_pending();  // nobody holds the arrays of a call that has begun
+      throw;
     }
-    kept->push_back(std::move(call));
   }
   drop_settled();
 }

@@ -288,6 +288,7 @@ def _adapt_numpy(label: str, array: np.ndarray[Any, Any], writable: bool) -> tup
     if copied:
         if writable:
             raise ValueError(f"{label} must be aligned to its item size ({dtype.itemsize} bytes)")
+        _core.settle()
         array = _copy_of_distinct(array)
     elif any(stride % dtype.itemsize for stride in array.strides):
         array = np.lib.stride_tricks.as_strided(array, array.shape, _item_strides(array))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from flashattn import _core
 from flashattn._api import attention, attention_backward, attention_forward
 from flashattn._arrays import framework_of
 from flashattn._probabilities import signed_probabilities
@@ -207,6 +208,7 @@ def _flash_attn_backward(
         seed, offset = (int(x) for x in rng_state)
         options |= {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
     gradients = attention_backward(dout, q, k, v, out, softmax_lse, **options)
+    _core.settle()
     for wanted, found in ((dq, gradients.dq), (dk, gradients.dk), (dv, gradients.dv)):
         if wanted is not None:
             wanted[...] = found

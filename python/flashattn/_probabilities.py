@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashattn import _core
 from flashattn._api import attention_forward
 from flashattn._dropout import dropout_mask
 from flashattn._varlen import attention_varlen
@@ -71,6 +72,7 @@ def _dense(q: Any, k: Any, options: Mapping[str, Any]) -> Any:
             else one_hot.expand(batch, *one_hot.shape)
         )
         out, _ = attention_forward(q, k, values, **options)
+        _core.settle()
         weights[..., columns.start : columns.stop] = out.swapaxes(1, 2)
     return weights
 
@@ -89,6 +91,7 @@ def _packed(
         columns = range(start, min(start + _COLUMNS, keys))
         values = _one_hot(q, place, columns, k.shape[1])
         out, _ = attention_varlen(q, k, values, starts_q, starts_k, **options)
+        _core.settle()
         for b, (first, length) in enumerate(zip(starts_q, lengths[0], strict=False)):
             part = out[first : first + length].swapaxes(0, 1)
             weights[b, :, :length, columns.start : columns.stop] = part

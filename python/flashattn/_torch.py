@@ -67,6 +67,8 @@ class TorchFramework:
             torch.autograd.graph.increment_version(array)
 
     def finish(self, array: Any, like: Any) -> Any:
+        # Autograd's engine, a graph's next operation and torch's own queues know of no stream.
+        _core.settle()
         return array
 
     def draw_seed(self) -> int:
@@ -274,6 +276,7 @@ def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, 
     plain = _plain(tensor.detach())
     copied = plain.is_neg()
     if copied:
+        _core.settle()
         plain = plain.resolve_neg()
     address = 0
     if not hasattr(tensor, "fake_mode"):  # asking a fake tensor for its address is a warning
@@ -284,6 +287,7 @@ def adapt(label: str, tensor: torch.Tensor, writable: bool) -> tuple[Any, bool, 
             f"{label} must have memory of its own (this is a fake, vmapped or symbolic tensor)"
         )
     if address % plain.element_size() != 0:
+        _core.settle()
         copied, plain = True, plain.clone()
     if copied and writable:
         raise ValueError(f"{label} must be aligned to its item size and not a negated view")

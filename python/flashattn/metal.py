@@ -76,10 +76,10 @@ def stream() -> Stream:
 
     Calls are computed in their order. At most a handful is under way: one more waits for the
     oldest. Arrays are kept alive until the GPU is done with them. Some calls wait all the same: the
-    first one with kernels that this process has not seen to work yet, and those whose results
-    cannot be written in place. The package itself waits before it touches arrays that are in use
-    (calls of the CPU backend, merge_attention, appending to a cache). Results of JAX and MLX arrays
-    are there when a call returns, as ever.
+    first one with kernels that this process has not seen to work yet, those whose results cannot be
+    written in place, and those that give new arrays of torch, JAX or MLX, which compute with them
+    unasked. The package itself waits before it touches arrays that are in use (calls of the CPU
+    backend, merge_attention, appending to a cache).
 
     Errors of values and shapes are raised by the call; failures of the device at the end of the
     block or by `synchronize`, and as a note on an exception that leaves the block. Afterwards calls

@@ -11,7 +11,7 @@ namespace flashattn::cpu {
 
 // Whether decode computes the rows of a batch entry in a forward call, or the lane kernel of
 // forward.h does. A function of the entry's own rows and of the keys that they see: never of its
-// batch mates, of padding or of threads.
+// batch mates, of padding that lengths tell of or of threads.
 bool prefers_decode(const AttentionJob& job, std::int64_t entry);
 
 // Writes job.out and job.lse of the entries that decode computes. Bitwise the same for any pool and

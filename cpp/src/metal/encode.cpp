@@ -72,10 +72,13 @@ void encode(MTL::ComputeCommandEncoder* encoder, const EncodableWork& work, cons
 NS::SharedPtr<MTL::CommandBuffer> commit_range(const Device& device, const EncodableWork& work,
                                                const Range& range) {
   places.acquire();
-  NS::SharedPtr<MTL::CommandBuffer> commands = NS::RetainPtr(device.queue()->commandBuffer());
+  MTL::CommandBuffer* const given = device.queue()->commandBuffer();
+  NS::SharedPtr<MTL::CommandBuffer> commands;
+  if (given != nullptr) commands = NS::RetainPtr(given);
   WorkOrder* const order = work.order;
-  // Waited for before the encoder is made, because that is where the wait stands in the buffer.
-  if (commands && order != nullptr && range.first == 0 && order->done != 0) {
+  // Waited for before the encoder is made, because that is where the wait stands in the buffer. Not
+  // where the host has waited already: a piece that failed need not have raised the event.
+  if (commands && order != nullptr && range.first == 0 && order->done != order->waited) {
     commands->encodeWait(order->event, order->done);
   }
   MTL::ComputeCommandEncoder* encoder = commands ? commands->computeCommandEncoder() : nullptr;

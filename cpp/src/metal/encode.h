@@ -28,6 +28,7 @@ inline constexpr int kMostInFlight = 8;
 struct WorkOrder {
   MTL::Event* event = nullptr;  // null: the caller waits for each piece of work
   std::uint64_t done = 0;       // the event's value once the last piece is done
+  std::uint64_t waited = 0;     // `done` of the last piece that the host has waited for
 };
 
 // The dispatches of a schedule with what each needs.

@@ -80,6 +80,7 @@ void Stream::settle() noexcept {
     return;
   }
   while (!pending_.empty()) settle_first();
+  order_.waited = order_.done;
 }
 
 void Stream::push(CallPool::Lease call) {
