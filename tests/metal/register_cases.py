@@ -208,15 +208,10 @@ def probe_launch(factor: str = "float") -> Launch:
     )
 
 
-def run_split(
-    simulator: Simulator,
-    register: Register,
-    case: Case,
-    tensors: Tensors,
-    chunk_keys: int,
-    folder: Path = SHADERS,
-) -> list[Run]:
-    """A forward pass of few rows: a dispatch over chunks of keys, then their merging."""
+def run_chunks(
+    library: Library, register: Register, case: Case, tensors: Tensors, chunk_keys: int
+) -> Run:
+    """The dispatch over chunks of keys of a forward pass of few rows, without their merging."""
     launch = register.launch()
     params = Params.from_buffer_copy(tensors.arrays["params"].tobytes())
     params.few_rows, params.chunk_keys = case.seqlen_q, chunk_keys
@@ -229,10 +224,24 @@ def run_split(
     buffers: list[np.ndarray | bytes | None] = [arrays.get(name) for name in SLOTS]
     constants = {**launch.constants, **register.constants_for(case, full=False)}
     constants[CONSTANT_IS_SPLIT] = True
-    split = compile_launch(simulator, launch, folder).kernel(launch.kernel, constants)
     groups = -(-(case.query_heads // case.kv_heads) // register.simdgroups)
     grid = params.chunks * case.batch * case.kv_heads * groups
-    runs = [split((grid, 1, 1), (launch.threads, 1, 1), buffers)]
+    kernel = library.kernel(launch.kernel, constants)
+    return kernel((grid, 1, 1), (launch.threads, 1, 1), buffers)
+
+
+def run_split(
+    simulator: Simulator,
+    register: Register,
+    case: Case,
+    tensors: Tensors,
+    chunk_keys: int,
+    folder: Path = SHADERS,
+) -> list[Run]:
+    """A forward pass of few rows: a dispatch over chunks of keys, then their merging."""
+    library = compile_launch(simulator, register.launch(), folder)
+    runs = [run_chunks(library, register, case, tensors, chunk_keys)]
+    buffers = [tensors.arrays.get(name) for name in SLOTS]
     launch = merge_launch(case.dtype).with_constants(function_constants(case.options))
     merge = compile_launch(simulator, launch, folder).kernel(launch.kernel, launch.constants)
     grid = case.batch * case.query_heads

@@ -15,12 +15,14 @@ from simulator import METAL, Simulator
 sys.path.insert(0, str(METAL / "cost_model"))
 
 from costed import Costed, costed_kernels
+from decode import DecodeCosted, decode_kernels, decode_table, measure_decode
 from measure import measure, translated
 from model import FITS, Shape, residency, slots, slow_share
-from record import COUNTS, PAGE, row, table
+from record import COUNTS, DECODE_COUNTS, PAGE, row, table
 from registers import MOST, registers, spills, to_ptx
 
 RECORDED = json.loads(COUNTS.read_text())
+DECODE_RECORDED = json.loads(DECODE_COUNTS.read_text())
 # Counts are whole numbers per tile; the recorded slots are rounded to hundredths.
 ROUNDING = 0.01
 
@@ -37,6 +39,16 @@ def test_no_kernel_got_worse(costed: Costed, simulator: Simulator) -> None:
         assert slots_now <= slots_before + ROUNDING
 
 
+@pytest.mark.parametrize("costed", decode_kernels(), ids=lambda costed: costed.name)
+def test_no_key_of_decode_got_dearer(costed: DecodeCosted, simulator: Simulator) -> None:
+    recorded = DECODE_RECORDED[costed.name]
+    now = measure_decode(simulator, costed, recorded["registers"])
+    assert now["barriers_per_block"] <= recorded["barriers_per_block"] <= 2
+    assert now["threadgroup_bytes"] <= recorded["threadgroup_bytes"]
+    for cycles_now, cycles_before in zip(now["cycles"], recorded["cycles"], strict=True):
+        assert cycles_now <= cycles_before + ROUNDING
+
+
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
 @pytest.mark.parametrize("costed", costed_kernels(), ids=lambda costed: costed.name)
 def test_no_kernel_needs_more_registers(costed: Costed, tmp_path: Path) -> None:
@@ -49,6 +61,8 @@ def test_no_kernel_needs_more_registers(costed: Costed, tmp_path: Path) -> None:
 def test_the_records_and_the_page_name_the_kernels() -> None:
     assert list(RECORDED) == [costed.name for costed in costed_kernels()]
     assert table(RECORDED) in PAGE.read_text()
+    assert list(DECODE_RECORDED) == [costed.name for costed in decode_kernels()]
+    assert decode_table(DECODE_RECORDED) in PAGE.read_text()
 
 
 def test_counts_of_a_known_kernel(simulator: Simulator) -> None:

@@ -1,5 +1,6 @@
-"""`record.py`: measures every kernel of costed.py, writes counts.json beside it and the table of
-docs/metal-performance.md. test_cost_model.py holds later kernels against the numbers.
+"""`record.py`: measures every kernel of costed.py and decode.py, writes counts.json and
+decode_counts.json beside it and the tables of docs/metal-performance.md. test_cost_model.py holds
+later kernels against the numbers.
 
 The registers need NVIDIA's ptxas on the path.
 """
@@ -14,6 +15,7 @@ from typing import Any
 sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 from costed import Costed, costed_kernels
+from decode import decode_kernels, decode_table, measure_decode, split_launch
 from measure import Measured, measure, translated
 from model import FITS, slots, slow_share
 from registers import registers
@@ -23,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 
 COUNTS = HERE / "counts.json"
 PAGE = HERE.parent.parent.parent / "docs" / "metal-performance.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+DECODE_COUNTS = HERE / "decode_counts.json"
 LENGTH = 4096  # keys over which new maxima are averaged
 
 
@@ -87,8 +89,25 @@ def main() -> None:
         rows[costed.name] = row(costed, measured, registers(translated(costed.launch)))
         print(costed.name, rows[costed.name]["slots"], rows[costed.name]["registers"], flush=True)
     COUNTS.write_text(json.dumps(rows, indent=1) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+    put_on_page("table", table(rows))
+    record_decode(simulator)
+
+
+def record_decode(simulator: Simulator) -> None:
+    rows = {}
+    for costed in decode_kernels():
+        used = registers(translated(split_launch(costed)))
+        rows[costed.name] = measure_decode(simulator, costed, used)
+        print(costed.name, rows[costed.name]["cycles"], used, flush=True)
+    DECODE_COUNTS.write_text(json.dumps(rows, indent=1) + "\n")
+    put_on_page("decode", decode_table(rows))
+
+
+def put_on_page(name: str, text: str) -> None:
+    """Between the page's marks of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":
