@@ -96,7 +96,8 @@ def test_a_refused_kernel_makes_way(target: Target, kernels: str) -> None:
             np.testing.assert_array_equal(got, bits)
         (device,) = (b.device for b in fa.backends() if b.name == "metal")
         assert "staged kernels" in device
-        assert "because: metal: kernel register_forward_float32_d104_v104" in device
+        # Of the exact size, or of one that is there already and has room.
+        assert "because: metal: kernel register_forward_float32_d" in device, device
     finally:
         refuse(None)
         _core.forget_lane_maps()
