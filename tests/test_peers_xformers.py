@@ -127,63 +127,6 @@ def test_merge_of_a_shared_prefix(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_merge_of_decoding(rows: int, groups: int, dtype: Any) -> None:
-    """Ten chunks of padded caches, the last one causal, against all keys at once."""
-    batch, longest, heads, dim = (4, 512, 8, 128) if IS_SMALL else (128, 8192, 8, 128)
-    random = torch.Generator().manual_seed(1)
-    cuts = torch.randint(1, longest // 2, (10,), generator=random).sort().values.tolist()
-    cuts = [0, *cuts[1:], longest]
-    lengths = torch.randint(cuts[-2] + rows, longest, (batch,), generator=random).int()
-    query, key, value = normal(
-        2, (batch, rows, groups * heads, dim), *[(batch, longest, groups, dim)] * 2, dtype=dtype
-    )
-    parts = []
-    for start, end in pairwise(cuts):
-        own = (lengths.clamp(max=end) - start).clamp(min=0)
-        keys, values = key[:, start:end], value[:, start:end]
-        causal = end == longest
-        parts.append(fa.attention_forward(query, keys, values, kv_lengths=own, causal=causal))
-    out, lse = fa.merge_attention(*zip(*parts, strict=True))
-    check_merged((out, lse), parts)
-    # Of bfloat16 parts each is rounded on its own, which the whole is not.
-    if dtype == torch.float32:
-        whole = fa.attention_forward(query, key, value, kv_lengths=lengths, causal=True)
-        assert torch.allclose(out, whole[0], rtol=0, atol=2e-6)
-        assert torch.allclose(lse, whole[1], rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("kv_heads", [2, 32])
-def test_merge_of_a_shared_prefix(kv_heads: int) -> None:
-    """Two queries attend to one copy of their common 20 keys; the third has none in common."""
-    shared, lengths, heads, dim = 20, [30, 35, 40], 32, 128
-    query, key, value = normal(1, (3, heads, dim), *[(3, 64, kv_heads, dim)] * 2)
-    key[1, :shared], value[1, :shared] = key[0, :shared], value[0, :shared]
-
-    def rows(x: Any, starts: list[int]) -> Any:
-        return torch.cat([x[b, s:n] for b, (s, n) in enumerate(zip(starts, lengths, strict=True))])
-
-    def packed(starts: list[int]) -> tuple[Any, Any]:
-        counts = [n - s for s, n in zip(starts, lengths, strict=True)]
-        cu_k = np.cumsum([0, *counts]).tolist()
-        keys, values = rows(key, starts), rows(value, starts)
-        return fa.attention_varlen(query, keys, values, [0, 1, 2, 3], cu_k, causal=True)
-
-    whole = packed([0, 0, 0])
-    prefix = fa.attention_varlen(
-        query, key[0, :shared], value[0, :shared], [0, 2, 3], [0, shared, shared]
-    )
-    parts = [prefix, packed([shared, shared, 0])]
-    assert torch.isneginf(prefix[1][:, 2]).all()
-    out, lse = fa.merge_attention(*zip(*parts, strict=True))
-    check_merged((out[None], lse[None]), [(a[None], b[None]) for a, b in parts])
-    assert torch.equal(out[2], whole[0][2])
-    # With 16 rows a key head the whole goes through the kernel whose exponentials are as exact as
-    # bfloat16 needs (degree 3), the parts may not: one has lengths at which decode takes over.
-    assert torch.allclose(lse, whole[1], rtol=0, atol=2.0**-13)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
 def test_merge_of_random_parts(groups: int) -> None:
     """Parts that no attention made: sixteen, float32."""
     batch, rows = (2, 37) if IS_SMALL else (12, 137)
