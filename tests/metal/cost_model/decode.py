@@ -12,7 +12,7 @@ from typing import Any
 sys.path += [str(Path(__file__).resolve().parents[n]) for n in (1, 0)]
 
 from instructions import build
-from measure import difference, executed, ordered_scores, translated
+from measure import both_counts, difference, ordered_scores, translated
 from model import FITS, LANES, Shape, residency, resources, slots
 from register_cases import CONSTANT_IS_SPLIT, Register, run_chunks
 from shader_cases import Case, Launch, compile_launch, make_tensors
@@ -74,10 +74,9 @@ def measure_decode(simulator: Simulator, costed: DecodeCosted, used: int) -> dic
         case = one_chunk(costed, keys)
         tensors = make_tensors(case)
         ordered_scores(tensors, case, register.block, rising=False)
-        with_checker = run_chunks(checked, register, case, tensors, keys)
-        assert with_checker.reports == [], with_checker.reports
-        own = executed(counted, lambda: run_chunks(library, register, case, tensors, keys))
-        return {**with_checker.counters, **own}
+        return both_counts(
+            counted, library, checked, lambda x: run_chunks(x, register, case, tensors, keys)
+        )
 
     counts = difference(run)
     half = launch.half_fragments

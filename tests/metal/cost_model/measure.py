@@ -20,7 +20,7 @@ sys.path += [
 from instructions import Counted, build, program
 from model import Shape
 from shader_cases import Case, Launch, Tensors, compile_launch, make_tensors, run_launch, store
-from simulator import SHADERS, Simulator
+from simulator import SHADERS, Library, Run, Simulator
 
 FEWER, MORE = 4, 8  # blocks of the two runs
 
@@ -83,18 +83,22 @@ def counts_of(
         case = one_threadgroup(launch, head_dim, dtype, blocks)
         tensors = make_tensors(case)
         ordered_scores(tensors, case, launch.block_columns, rising)
-        with_checker = run_launch(checked, launch, case, tensors)
-        assert with_checker.reports == [], with_checker.reports
-        own = executed(counted, lambda: run_launch(library, launch, case, tensors))
-        return {**with_checker.counters, **own}
+        return both_counts(
+            counted, library, checked, lambda x: run_launch(x, launch, case, tensors)
+        )
 
     return difference(run)
 
 
-def executed(counted: Counted, run: Callable[[], object]) -> dict[str, int]:
+def both_counts(
+    counted: Counted, library: Library, checked: Library, run: Callable[[Library], Run]
+) -> dict[str, float]:
+    """What the simulator counts in a run of `checked`, and `counted` in one of its `library`."""
+    with_checker = run(checked)
+    assert with_checker.reports == [], with_checker.reports
     before = counted.counters()
-    run()
-    return dict(counted.executed(before, counted.counters()))
+    run(library)
+    return {**with_checker.counters, **counted.executed(before, counted.counters())}
 
 
 def measure(simulator: Simulator, name: str, launch: Launch, head_dim: int, dtype: str) -> Measured:
